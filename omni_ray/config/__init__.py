@@ -1,0 +1,1 @@
+"""WHAT is served: pipelines (topology) and deploy configs (placement and sizes). Imports pydantic and yaml only."""

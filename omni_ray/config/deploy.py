@@ -1,0 +1,229 @@
+"""The deploy config: it only places and sizes. One YAML file, or the same keys inline.
+
+Every problem is found at once and named by file, key and nearest known name. What a stage's ``engine:`` and
+``deployment:`` blocks may hold is checked by the builder, against the models that engines and Ray Serve publish.
+"""
+
+import json
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from omni_ray.config.base import StrictModel, suggest
+from omni_ray.config.pipeline import Edge, PipelineConfig, StagePipelineConfig
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.errors import ConfigError
+
+TOPOLOGY_KEYS = frozenset({*StagePipelineConfig.model_fields, *Edge.model_fields}) - {"engine", "sampling"}
+
+
+class StageDeployConfig(StrictModel):
+    """One stage's placement and sizes.
+
+    Attributes:
+        deployment: Ray Serve's own option names (``num_replicas``, ``ray_actor_options``, ``autoscaling_config``...).
+        engine: the engine's own option names; ``name`` chooses among the engines the pipeline allows.
+        sampling: defaults that win over the pipeline's and lose to the request's.
+    """
+
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    engine: dict[str, Any] = Field(default_factory=dict)
+    sampling: SamplingParams = SamplingParams()
+
+
+class StreamingConfig(StrictModel):
+    """How events travel between stages.
+
+    Attributes:
+        coalesce_ms: after the first event, at most one message per stream in this time.
+        inline_bytes: larger latents cross as object refs.
+        window_mb: unread latents of one stream that may exist before its producer waits.
+        first_chunk_timeout_s, idle_timeout_s: longest silence before, and between, events of a stream.
+    """
+
+    coalesce_ms: float = Field(default=20, ge=0)
+    inline_bytes: int = Field(default=100_000, ge=0)
+    window_mb: float = Field(default=64, gt=0)
+    first_chunk_timeout_s: float = Field(default=60, gt=0)
+    idle_timeout_s: float = Field(default=60, gt=0)
+
+
+class IngressConfig(StrictModel):
+    """The HTTP side: limits, replicas, keys.
+
+    Attributes:
+        deployment: Ray Serve's own option names for the ingress.
+        max_concurrent_requests: requests one ingress replica works on; one more is answered 503.
+        max_audio_seconds: longest speech of one request; no stream lives longer. None takes the pipeline's.
+        max_input_audio_seconds: longest clip accepted; None takes the pipeline's.
+        max_body_mb, max_audio_mb: body and single decoded media part.
+        max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
+        api_keys_env: environment variable with comma-separated API keys; unset means no keys are asked for.
+        grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
+        retry: one invisible retry when a replica dies before anything was sent.
+    """
+
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    max_concurrent_requests: int = Field(default=256, ge=1)
+    max_audio_seconds: float | None = Field(default=None, gt=0)
+    max_input_audio_seconds: float | None = Field(default=None, gt=0)
+    max_body_mb: float = Field(default=64, gt=0)
+    max_audio_mb: float = Field(default=40, gt=0)
+    max_messages: int = Field(default=1000, ge=1)
+    max_text_chars: int = Field(default=100_000, ge=1)
+    max_speech_chars: int = Field(default=4096, ge=1)
+    api_keys_env: str | None = None
+    grace_s: float | None = Field(default=None, gt=0)
+    retry: bool = True
+
+
+class DeployConfig(StrictModel):
+    """Placement and sizes of one pipeline.
+
+    Attributes:
+        pipeline: the pipeline it is for; None fits any that has the named stages.
+        model: checkpoint directory or hub id.
+        served_model_name: the id that clients use; None takes the pipeline's name.
+        variant: stands in for the checkpoint's config where the builder cannot read it.
+        load_format: ``dummy`` builds random weights for sizing.
+        async_chunk: feed processors chunk by chunk; False hands them everything at once, with identical results.
+    """
+
+    pipeline: str | None = None
+    model: str | None = None
+    served_model_name: str | None = None
+    variant: dict[str, Any] | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    async_chunk: bool = True
+    stages: dict[str, StageDeployConfig] = Field(default_factory=dict)
+    streaming: StreamingConfig = StreamingConfig()
+    ingress: IngressConfig = IngressConfig()
+
+    def stage(self, name: str) -> StageDeployConfig:
+        """The stage's block, or the defaults."""
+        return self.stages.get(name, StageDeployConfig())
+
+    def problems_for(self, pipeline: PipelineConfig, where: str) -> list[str]:
+        """Stage names and pipeline name that do not fit ``pipeline``."""
+        known = [s.name for s in pipeline.stages]
+        out = [f"{where}: stages.{n}: unknown stage {n!r}; {suggest(n, known)}" for n in self.stages if n not in known]
+        if self.pipeline not in (None, pipeline.name, *pipeline.aliases):
+            out.append(f"{where}: pipeline: is {self.pipeline!r}, but {pipeline.name!r} is being served")
+        return out
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice; plain YAML silently keeps the last."""
+
+
+def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+Source = str | Path | Mapping[str, Any] | None
+
+
+def read_deploy_config(source: Source) -> tuple[str, dict[str, Any]]:
+    """The raw mapping of a deploy config, and the name by which messages call it.
+
+    Args:
+        source: a YAML file's path, an inline mapping (or its JSON text), or None for all defaults.
+
+    Raises:
+        ConfigError: unreadable file (naming node and path), YAML error with its line, or not a mapping.
+    """
+    if source is None:
+        return "deploy_config", {}
+    if isinstance(source, Mapping):
+        return "deploy_config", dict(source)
+    text, where = str(source), str(source)
+    if text.lstrip().startswith("{"):
+        where = "deploy_config"
+        try:
+            loaded = json.loads(text)
+        except ValueError as error:
+            raise ConfigError([f"{where}: not valid JSON: {error}"]) from error
+    else:
+        try:
+            loaded = yaml.load(Path(text).read_text(), Loader=_UniqueKeyLoader)
+        except OSError as error:
+            node = os.uname().nodename
+            reason = error.strerror or str(error)
+            raise ConfigError([f"{where}: cannot be read on node {node!r}: {reason}; pass an absolute path or an inline mapping"]) from error
+        except yaml.YAMLError as error:
+            raise ConfigError([f"{where}: not valid YAML: {' '.join(str(error).split())}"]) from error
+    if loaded is None:
+        loaded = {}
+    if not isinstance(loaded, dict):
+        raise ConfigError([f"{where}: must be a mapping with keys {', '.join(DeployConfig.model_fields)}"])
+    return where, loaded
+
+
+def parse_deploy_config(where: str, raw: Mapping[str, Any]) -> DeployConfig:
+    """Validate a raw mapping; ``ConfigError`` lists every problem."""
+    try:
+        return DeployConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(validation_problems(error, DeployConfig, where)) from error
+
+
+def validation_problems(
+    error: ValidationError, model: type[BaseModel], where: str, prefix: tuple[str, ...] = ()
+) -> list[str]:
+    """One sentence per validation error: ``where``, the key's path, what is wrong, the nearest known key.
+
+    Args:
+        error: what validating against ``model`` raised.
+        model: the model at ``prefix`` in the file.
+        where: the file's name.
+        prefix: keys that lead to the part that was validated.
+    """
+    out = []
+    for item in error.errors():
+        loc = [part for part in item["loc"] if part != "[key]"]
+        key = ".".join(str(part) for part in (*prefix, *loc))
+        owner = _model_at(model, loc[:-1])
+        if item["type"] == "extra_forbidden" and owner is not None:
+            last = str(loc[-1])
+            if owner is StageDeployConfig and last in TOPOLOGY_KEYS:
+                out.append(
+                    f"{where}: {key}: {last!r} is topology; it is frozen in the pipeline's declaration, a deploy "
+                    f"config only places and sizes; known: {', '.join(owner.model_fields)}"
+                )
+            else:
+                out.append(f"{where}: {key}: unknown key {last!r}; {suggest(last, owner.model_fields)}")
+        else:
+            out.append(f"{where}: {key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {_short(item['input'])}")
+    return out
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _model_at(model: type[BaseModel], loc: Sequence[Any]) -> type[BaseModel] | None:
+    """The model class found by walking ``loc`` down from ``model``; dict values count as one step."""
+    current: Any = model
+    for part in loc:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            field = current.model_fields.get(str(part))
+            current = field.annotation if field else None
+        elif typing.get_origin(current) is dict:
+            current = typing.get_args(current)[1]
+        if typing.get_origin(current) is typing.Union:
+            current = next((a for a in typing.get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+    return current if isinstance(current, type) and issubclass(current, BaseModel) else None

@@ -1,0 +1,198 @@
+"""What a pipeline is: its stages, the edges between them, and how each stage's parts are selected.
+
+Frozen topology; nothing here places or sizes anything (that is ``DeployConfig``) and nothing here imports a model:
+classes, processors and engines are named by dotted paths (``package.module:attribute``) or registry names.
+"""
+
+from enum import Enum
+from typing import Literal
+
+from pydantic import Field
+
+from omni_ray.config.base import StrictModel, suggest
+from omni_ray.config.sampling import SamplingParams
+
+REQUEST = "request"
+"""The source name of an edge that is fed by the request itself."""
+
+OutputKind = Literal["text", "audio", "transcript"]
+RequestPart = Literal["messages", "input_audio", "speech_text"]
+
+
+class StageExecutionType(str, Enum):
+    """How a stage computes; it gives the default engine (MODEL-INV-001: a pipeline may name another)."""
+
+    LLM_AR = "llm_ar"
+    LLM_GENERATION = "llm_generation"
+    DIFFUSION = "diffusion"
+
+
+class Edge(StrictModel):
+    """One input of a stage: where it comes from and the processor that turns it into the stage's inputs.
+
+    Attributes:
+        source: an upstream stage's name, or ``request``.
+        processor: dotted path of an async generator ``(request, upstream chunks) -> inputs``; it runs in the
+            consumer's replica.
+        schema_version: version of what crosses this edge; a consumer refuses another one.
+        parts: the request's parts this edge's processor reads. A request edge must list at least one.
+        carries_refs: whether upstream outputs may be large latents that cross as object refs.
+    """
+
+    source: str
+    processor: str
+    schema_version: int = Field(default=1, ge=1)
+    parts: tuple[RequestPart, ...] = ()
+    carries_refs: bool = False
+
+
+class StageLimits(StrictModel):
+    """Hard limits of a stage's implementation; a deploy config beyond them is refused, naming ``reason``."""
+
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    reason: str = ""
+
+
+class StagePipelineConfig(StrictModel):
+    """One stage of a pipeline. The stage's name is its deployment's name, its YAML key and its metric label.
+
+    Attributes:
+        name: unique in the pipeline.
+        execution_type: gives the default engine.
+        model_arch: architecture name looked up in ``OmniModelRegistry``.
+        hf_config_name: the part of the checkpoint's config this stage reads (``thinker_config``), if any.
+        inputs: edges; either all stage edges feed a request, or one request edge replaces them.
+        final_output_type: the kind of output a client can ask for, or None for an inner stage.
+        engine_output_type: what the engine emits, in words for people (``token``, ``latent``, ``code frame``).
+        owns_tokenizer: this stage turns text into tokens; request-level sampling applies to it.
+        engine: registry name or dotted path of the engine; None takes the execution type's default.
+        engine_choices: other engines that a deploy config may choose.
+        engine_options: dotted path of the pydantic model of this stage's engine options (import-light); None takes
+            the engine's own.
+        sampling: pipeline defaults. sampling_constraints: values that win over every request.
+        limits: hard limits, for instance batch size 1.
+        num_cpus, num_gpus: what one replica needs unless the deploy config says otherwise.
+    """
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    execution_type: StageExecutionType
+    model_arch: str
+    hf_config_name: str | None = None
+    inputs: tuple[Edge, ...] = Field(min_length=1)
+    final_output_type: OutputKind | None = None
+    engine_output_type: str = "token"
+    owns_tokenizer: bool = False
+    engine: str | None = None
+    engine_choices: tuple[str, ...] = ()
+    engine_options: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    sampling_constraints: SamplingParams = SamplingParams()
+    limits: StageLimits = StageLimits()
+    num_cpus: float = Field(default=0.1, gt=0)
+    num_gpus: float = Field(default=0, ge=0)
+
+    def stage_edges(self) -> tuple[Edge, ...]:
+        """Edges fed by other stages."""
+        return tuple(e for e in self.inputs if e.source != REQUEST)
+
+    def request_edges(self) -> tuple[Edge, ...]:
+        """Edges fed by the request itself; each is an alternative to all stage edges together."""
+        return tuple(e for e in self.inputs if e.source == REQUEST)
+
+
+class Voices(StrictModel):
+    """The voices a pipeline speaks with. ``aliases`` maps other names (OpenAI's thirteen, say) to them."""
+
+    names: tuple[str, ...] = ()
+    default: str | None = None
+    aliases: dict[str, str] = Field(default_factory=dict)
+
+
+class PipelineConfig(StrictModel):
+    """A pipeline, declared once.
+
+    Attributes:
+        name: registry name; also the served model's id unless the deploy config says otherwise.
+        description: one sentence for ``omni-ray list``.
+        stages: in any order; edges name each other.
+        aliases: other names that select this pipeline.
+        hf_architectures: checkpoint architectures that select it.
+        checkpoint_basenames: checkpoint directory names that select it, for checkpoints without ``model_type``.
+        prepare: dotted path of a function ``(progress) -> model directory`` that makes the weights from installed
+            packages when no ``model`` is given; None if a model must be given or none is needed.
+        voices: what ``/v1/audio/voices`` lists.
+        input_audio_sample_rate: Hz at which stages take audio.
+        max_input_audio_seconds, max_audio_seconds: longest clip in and speech out that the models are good for.
+    """
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    description: str
+    stages: tuple[StagePipelineConfig, ...] = Field(min_length=1)
+    aliases: tuple[str, ...] = ()
+    hf_architectures: tuple[str, ...] = ()
+    checkpoint_basenames: tuple[str, ...] = ()
+    prepare: str | None = None
+    voices: Voices = Voices()
+    input_audio_sample_rate: int = Field(default=16000, ge=1)
+    max_input_audio_seconds: float = Field(default=600, gt=0)
+    max_audio_seconds: float = Field(default=300, gt=0)
+
+    def stage(self, name: str) -> StagePipelineConfig:
+        """The stage called ``name``; ``KeyError`` if there is none."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
+
+    def output_kinds(self) -> tuple[OutputKind, ...]:
+        """What a client can ask for, in declared order."""
+        return tuple(dict.fromkeys(s.final_output_type for s in self.stages if s.final_output_type))
+
+    def topological(self) -> tuple[StagePipelineConfig, ...]:
+        """Stages so that every source comes before its consumers; ``ValueError`` on a cycle."""
+        done: dict[str, StagePipelineConfig] = {}
+        left = list(self.stages)
+        while left:
+            ready = [s for s in left if all(e.source in done for e in s.stage_edges())]
+            if not ready:
+                raise ValueError(f"cycle among stages {', '.join(s.name for s in left)}")
+            done.update((s.name, s) for s in ready)
+            left = [s for s in left if s.name not in done]
+        return tuple(done.values())
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the graph, each naming the stage, the key and the nearest known name."""
+        out: list[str] = []
+        names = [s.name for s in self.stages]
+        for name in sorted({n for n in names if names.count(n) > 1}):
+            out.append(f"pipeline {self.name!r}: stage {name!r} is declared twice")
+        for stage in self.stages:
+            where = f"pipeline {self.name!r}, stage {stage.name!r}"
+            if stage.name == REQUEST or stage.name == "ingress":
+                out.append(f"{where}: the name {stage.name!r} is reserved")
+            for i, edge in enumerate(stage.inputs):
+                key = f"{where}, inputs[{i}]"
+                if edge.source == REQUEST:
+                    if not edge.parts:
+                        out.append(f"{key}.parts: a request edge must list the request parts it takes")
+                    if edge.carries_refs:
+                        out.append(f"{key}.carries_refs: a request edge has no upstream stage")
+                elif edge.source not in names:
+                    out.append(f"{key}.source: unknown stage {edge.source!r}; {suggest(edge.source, names)}")
+                if ":" not in edge.processor:
+                    out.append(f"{key}.processor: {edge.processor!r} is no 'module:function'")
+        for kind in self.output_kinds():
+            makers = [s.name for s in self.stages if s.final_output_type == kind]
+            if len(makers) > 1:
+                out.append(f"pipeline {self.name!r}: {kind} is the final output of {' and '.join(makers)}; one may be")
+        if not self.output_kinds():
+            out.append(f"pipeline {self.name!r}: no stage has a final_output_type, nothing can be asked for")
+        if self.voices.default is not None and self.voices.default not in self.voices.names:
+            known = suggest(self.voices.default, self.voices.names)
+            out.append(f"pipeline {self.name!r}: voices.default {self.voices.default!r} is unknown; {known}")
+        if not out:
+            try:
+                self.topological()
+            except ValueError as error:
+                out.append(f"pipeline {self.name!r}: {error}")
+        return out

@@ -1,0 +1,1 @@
+"""HOW ONE STAGE COMPUTES: engines and their contract. No ray, no fastapi."""

@@ -1,0 +1,95 @@
+"""The engine contract: how one stage computes. Knows no Ray, no HTTP, no other stage."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from omni_ray.config.pipeline import StagePipelineConfig
+from omni_ray.engine.options import EngineOptions
+from omni_ray.engine.types import Output, Request
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What an engine is built from.
+
+    Attributes:
+        stage: the stage's declaration.
+        model: checkpoint directory or hub id; None where a pipeline needs no weights.
+        model_cls: the class that ``OmniModelRegistry`` gives for ``stage.model_arch``.
+        options: an instance of the option model that the stage's engine publishes.
+        load_format: ``auto`` reads weights, ``dummy`` makes random ones.
+        progress: called with one line per step of a long start.
+    """
+
+    stage: StagePipelineConfig
+    model: str | None
+    model_cls: type[Any]
+    options: EngineOptions
+    load_format: Literal["auto", "dummy"] = "auto"
+    progress: Progress = print
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for metrics and autoscaling. ``oldest_wait_s`` is the longest wait of a request still queued."""
+
+    running: int
+    queued: int
+    oldest_wait_s: float
+    max_num_seqs: int
+
+
+class Resume(ABC):
+    """What a request already produced elsewhere, for engines that can continue it (``resumable``)."""
+
+
+class Engine(ABC):
+    """Computes one stage for many requests at once.
+
+    ``start`` once; then any number of concurrent ``generate`` calls; then ``stop``. One request's failure touches that
+    request only. Closing the iterator stops the work within one step and frees everything.
+    """
+
+    resumable: ClassVar[Literal["none", "replay", "state"]] = "none"
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load weights and warm up. Raises on any missing file or tensor; the stage then never takes traffic."""
+
+    @abstractmethod
+    def generate(
+        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
+    ) -> AsyncIterator[Output]:
+        """Compute ``request``.
+
+        Args:
+            request: with ``sampling`` resolved for this stage.
+            inputs: one iterator of typed inputs per source of this stage's edges, as its processors yield them. They
+                are lazy: nothing upstream runs before the first ``__anext__``, so a full engine refuses first.
+            resume: what earlier positions held, if this request continues one that lost its replica.
+
+        Yields:
+            Chunks in order of position, then exactly one ``Finish``.
+
+        Raises:
+            SaturatedError: before the first output, if the engine's bounded queue is full.
+        """
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Raise if the engine is dead or hung (work in hand, no output for ``stall_s``); never for an idle or busy one."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Counters right now; all zero when no request is alive."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Free everything; running requests fail."""

@@ -1,0 +1,60 @@
+"""Option models that engines publish; a deploy YAML's ``engine:`` block is checked against them. No heavy imports."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from omni_ray.config.base import StrictModel
+
+
+class EngineOptions(StrictModel):
+    """What every engine understands.
+
+    Attributes:
+        max_num_seqs: requests computed at once in one replica.
+        max_queue: requests that may wait for a place; one more is refused as saturated.
+        queue_timeout_s: longest wait for a place.
+        stall_s: with work in hand and no output for this long, the engine counts as hung.
+        deterministic: equal bytes alone and in a crowd, at the price of fixed shapes.
+    """
+
+    max_num_seqs: int = Field(default=8, ge=1)
+    max_queue: int = Field(default=64, ge=0)
+    queue_timeout_s: float = Field(default=30.0, gt=0)
+    stall_s: float = Field(default=60.0, gt=0)
+    deterministic: bool = False
+
+
+class PerRequestOptions(EngineOptions):
+    """Options of the per-request engine. ``threads`` compute blocking model calls of different requests."""
+
+    threads: int = Field(default=1, ge=1)
+
+
+class CodecOptions(EngineOptions):
+    """Options of the codec engine.
+
+    Attributes:
+        chunk_frames: sizes of successive chunks in frames; the last one repeats. A small first chunk starts the
+            sound early, growth keeps the cost per second down.
+        left_context: frames decoded again before each window, for window codecs; None takes the codec's minimum.
+        threads: torch or BLAS threads of the decoder.
+    """
+
+    chunk_frames: tuple[int, ...] = Field(default=(4, 8, 16, 25), min_length=1)
+    left_context: int | None = Field(default=None, ge=0)
+    threads: int = Field(default=1, ge=1)
+
+
+class AROptions(EngineOptions):
+    """Options of the torch autoregressive engine.
+
+    Attributes:
+        max_model_len: prompt plus generated tokens of one request.
+        threads: torch threads; Ray exports OMP_NUM_THREADS=1 to fractional-CPU replicas, so it is set explicitly.
+        dtype: ``auto`` takes bfloat16 where the CPU multiplies it natively, else float32.
+    """
+
+    max_model_len: int = Field(default=2048, ge=16)
+    threads: int = Field(default=2, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"

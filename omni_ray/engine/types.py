@@ -1,0 +1,159 @@
+"""What flows into and out of an engine: the request, and typed chunks with absolute positions.
+
+Slotted dataclasses: they move once per chunk. Outputs are deltas, never growing snapshots; every one says where in
+its stage's output it lies, so stitching, tests and replay need no guessing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_ray.config.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text inside a chat message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """A media item inside a chat message: ``index`` counts the request's clips, in order of appearance."""
+
+    kind: Literal["audio"]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message."""
+
+    role: str
+    content: tuple[TextPart | MediaPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioClip:
+    """A decoded clip of the request: float32 mono ``samples`` [n] in [-1, 1] at ``sample_rate`` Hz."""
+
+    index: int
+    samples: NDArray[np.float32]
+    sample_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What every stage may know of a request. Immutable; engines keep nothing of it when it is over.
+
+    Attributes:
+        request_id: made by the server, unique, never empty.
+        attempt: 0, or 1 after the ingress retried. ``key`` is what engines file per-request state under.
+        seed: always set; with a position it is the whole state of the request's randomness.
+        priority: smaller is served first.
+        served_s: audio seconds already served to this request's API key (fair sharing within a priority).
+        messages, speech_text: the chat, or the text of a speech request.
+        voice: canonical voice name, or None for the pipeline's default.
+        speed: speech rate, 1.0 is normal.
+        language: ISO 639-1 code the client named, or None.
+        sampling: as the client gave it; inside an engine, as resolved for its stage.
+        max_audio_seconds: the longest speech this request may produce.
+        extras: validated extra fields of this model (``ModelExtras``), by name.
+    """
+
+    request_id: str
+    seed: int
+    attempt: int = 0
+    priority: int = 0
+    served_s: float = 0.0
+    messages: tuple[Message, ...] = ()
+    speech_text: str | None = None
+    voice: str | None = None
+    speed: float = 1.0
+    language: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    max_audio_seconds: float = 300.0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(request id, attempt): a retried request never meets the state of its first attempt."""
+        return (self.request_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """New text. ``position`` is the index of its first token; ``token_ids`` may be empty where ids have no meaning."""
+
+    position: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptChunk:
+    """A recognised segment of clip ``clip``, ``start_s`` to ``end_s`` in seconds. ``position`` counts segments."""
+
+    position: int
+    clip: int
+    text: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentChunk:
+    """Rows of continuous features, float32 ``rows`` [n, width].
+
+    ``position`` is the index of the first row in the stage's whole output. ``segment`` counts the stretches that are
+    decoded on their own (clauses); ``ends_segment`` marks a segment's last rows.
+    """
+
+    position: int
+    rows: NDArray[np.float32]
+    segment: int = 0
+    ends_segment: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFrameChunk:
+    """Code frames, integer ``frames`` [n, codebooks]; ``position`` is the index of the first frame."""
+
+    position: int
+    frames: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AudioChunk:
+    """Sound, float32 ``samples`` [n] or [n, channels] in [-1, 1]; ``position`` is the index of the first sample."""
+
+    position: int
+    samples: NDArray[np.float32]
+    sample_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one stage: ``audio_tokens`` are code frames or latent rows that became sound."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    audio_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last output of every request that ended well; exactly one."""
+
+    reason: FinishReason = "stop"
+    usage: Usage = Usage()
+
+
+Chunk = TextChunk | TranscriptChunk | LatentChunk | CodeFrameChunk | AudioChunk
+Output = Chunk | Finish

@@ -1,0 +1,295 @@
+"""WHICH: every name omni_ray knows, and how it is resolved. Names and dotted paths only; imports happen on demand.
+
+Adding a model is one line in ``OMNI_PIPELINES`` (a pipeline), one in ``_MODELS`` per architecture, and, if it takes
+extra request fields, one in ``_EXTRAS``. Out of tree, an installed package calls ``register_pipeline`` and
+``OmniModelRegistry.register`` from a function named by an entry point in the group ``omni_ray.general_plugins``.
+
+MODEL-INV-001: a pipeline is selected by explicit registration, never by scanning.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from omni_ray.config.base import suggest
+from omni_ray.config.pipeline import PipelineConfig, StageExecutionType, StagePipelineConfig
+from omni_ray.engine.options import EngineOptions
+from omni_ray.errors import ConfigError
+
+OMNI_PIPELINES: dict[str, str] = {
+    "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
+    "voice_chat": "omni_ray.models.voice_chat.pipeline:PIPELINE",
+}
+"""Pipeline name -> dotted path of a ``PipelineConfig``, or of a resolver ``(hf_config: dict) -> PipelineConfig``."""
+
+_MODELS: dict[str, str] = {
+    "RampThinker": "omni_ray.models.ramp.stages:RampThinker",
+    "RampTalker": "omni_ray.models.ramp.stages:RampTalker",
+    "RampCode2Wav": "omni_ray.models.ramp.code2wav:RampCode2Wav",
+    "WhisperListener": "omni_ray.models.voice_chat.listener:WhisperListener",
+    "SmolLM2Thinker": "omni_ray.models.voice_chat.thinker:SmolLM2Thinker",
+    "HibariTalker": "omni_ray.models.voice_chat.talker:HibariTalker",
+    "HibariCodec": "omni_ray.models.voice_chat.code2wav:HibariCodec",
+}
+
+_EXTRAS: dict[str, str] = {
+    "RampThinker": "omni_ray.models.ramp.options:EXTRAS",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """An engine by dotted path, and the option model it publishes (import-light)."""
+
+    path: str
+    options: str
+
+
+ENGINES: dict[str, EngineEntry] = {
+    "ar": EngineEntry("omni_ray.engine.ar:AREngine", "omni_ray.engine.options:AROptions"),
+    "codec": EngineEntry("omni_ray.engine.codec:CodecEngine", "omni_ray.engine.options:CodecOptions"),
+    "per_request": EngineEntry(
+        "omni_ray.engine.per_request:PerRequestEngine", "omni_ray.engine.options:PerRequestOptions"
+    ),
+}
+
+_DEFAULT_ENGINE = {
+    StageExecutionType.LLM_AR: "ar",
+    StageExecutionType.LLM_GENERATION: "codec",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelExtras:
+    """Extra request fields of one architecture: ``fields`` validates them strictly; the serving layer only looks here.
+
+    ``fields`` maps the request's field name to the pydantic model (or type adapter source) that validates it.
+    """
+
+    fields: Mapping[str, type[BaseModel]]
+
+
+Resolver = Callable[[Mapping[str, Any]], PipelineConfig]
+
+
+def import_dotted(path: str) -> Any:
+    """The attribute that ``package.module:attribute`` names."""
+    module, _, attribute = path.partition(":")
+    if not attribute:
+        raise ConfigError([f"{path!r} is no dotted path of the form 'package.module:attribute'"])
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError([f"{path!r} cannot be imported: {error}"]) from error
+
+
+def register_pipeline(name: str, path: str) -> None:
+    """Register an out-of-tree pipeline. A name that is taken by another path is an error, never overwritten."""
+    if OMNI_PIPELINES.setdefault(name, path) != path:
+        raise ConfigError([f"pipeline {name!r} is already registered as {OMNI_PIPELINES[name]!r}"])
+
+
+def pipeline_names() -> tuple[str, ...]:
+    """Names of all registered pipelines, plugins included, sorted."""
+    load_plugins()
+    return tuple(sorted(OMNI_PIPELINES))
+
+
+def load_pipeline(name: str, model: str | None = None, variant: Mapping[str, Any] | None = None) -> PipelineConfig:
+    """The pipeline called ``name`` (or one of its aliases), resolved for a checkpoint.
+
+    Args:
+        name: registry name or alias.
+        model: checkpoint directory, for pipelines whose registration is a resolver.
+        variant: replaces the checkpoint's config as the resolver's input, where the files are not at hand.
+
+    Raises:
+        ConfigError: unknown name (naming the nearest one), a broken declaration, or an unreadable checkpoint config.
+    """
+    load_plugins()
+    path = OMNI_PIPELINES.get(name) or _by_alias(name)
+    if path is None:
+        raise ConfigError([f"unknown pipeline {name!r}; {suggest(name, OMNI_PIPELINES)}"])
+    declared = import_dotted(path)
+    if not isinstance(declared, PipelineConfig):
+        hf_config = variant if variant is not None else read_hf_config(model) if model else {}
+        resolver: Resolver = declared
+        declared = resolver(hf_config)
+    if problems := declared.problems():
+        raise ConfigError(problems)
+    return declared
+
+
+def _by_alias(name: str) -> str | None:
+    paths = {path for path in OMNI_PIPELINES.values() if name in _declared_aliases(path)}
+    if len(paths) > 1:
+        raise ConfigError([f"{name!r} is an alias of several pipelines: {', '.join(sorted(paths))}"])
+    return paths.pop() if paths else None
+
+
+def _declared_aliases(path: str) -> tuple[str, ...]:
+    declared = import_dotted(path)
+    return declared.aliases if isinstance(declared, PipelineConfig) else getattr(declared, "aliases", ())
+
+
+def select_pipeline(model: str) -> str:
+    """The registered pipeline for a checkpoint directory: by architecture, then by the directory's basename.
+
+    Raises:
+        ConfigError: nothing or more than one pipeline fits; the message says what was looked at.
+    """
+    load_plugins()
+    hf_config = read_hf_config(model)
+    architectures = tuple(hf_config.get("architectures") or ())
+    basename = Path(model).name
+    fits: list[str] = []
+    for name, path in sorted(OMNI_PIPELINES.items()):
+        declared = import_dotted(path)
+        config = declared if isinstance(declared, PipelineConfig) else declared(hf_config)
+        if set(config.hf_architectures) & set(architectures) or basename in config.checkpoint_basenames:
+            fits.append(name)
+    if len(fits) != 1:
+        seen = f"architectures {list(architectures)}, directory name {basename!r}"
+        what = f"several pipelines fit: {', '.join(fits)}" if fits else "no pipeline fits"
+        raise ConfigError([f"model {model!r} ({seen}): {what}; name one: {', '.join(sorted(OMNI_PIPELINES))}"])
+    return fits[0]
+
+
+def read_hf_config(model: str) -> dict[str, Any]:
+    """``config.json`` of a checkpoint directory, or of a hub id through huggingface_hub.
+
+    Raises:
+        ConfigError: naming this node and the path, because the builder may run on a node without the files.
+    """
+    path = Path(model) / "config.json"
+    if not path.is_file() and not Path(model).exists() and model.count("/") == 1:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(model, "config.json"))
+        except Exception as error:  # the hub client raises many unrelated types
+            raise ConfigError([f"model {model!r}: config.json cannot be fetched from the hub: {error}"]) from error
+    try:
+        loaded: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        node = os.uname().nodename
+        raise ConfigError([f"model {model!r}: cannot read {path} on node {node!r}: {error}"]) from error
+    return loaded
+
+
+class OmniModelRegistry:
+    """Architecture name -> model class, lazily; vLLM's own table is included where vLLM is installed."""
+
+    @staticmethod
+    def register(architecture: str, path: str) -> None:
+        """Register an out-of-tree architecture. A name taken by another path is an error."""
+        if _MODELS.setdefault(architecture, path) != path:
+            raise ConfigError([f"architecture {architecture!r} is already registered as {_MODELS[architecture]!r}"])
+
+    @staticmethod
+    def architectures() -> tuple[str, ...]:
+        """All names that ``load`` accepts."""
+        load_plugins()
+        return tuple(sorted({*_MODELS, *_vllm_architectures()}))
+
+    @staticmethod
+    def load(architecture: str) -> type[Any]:
+        """The class for ``architecture``; imports its module."""
+        load_plugins()
+        if architecture in _MODELS:
+            loaded: type[Any] = import_dotted(_MODELS[architecture])
+            return loaded
+        if architecture in _vllm_architectures():
+            from vllm import ModelRegistry
+
+            loaded, _ = ModelRegistry.resolve_model_cls([architecture], None)
+            return loaded
+        raise ConfigError([f"unknown architecture {architecture!r}; {suggest(architecture, _MODELS)}"])
+
+    @staticmethod
+    def known(architecture: str) -> bool:
+        """Whether ``load`` would find it, without importing it."""
+        load_plugins()
+        return architecture in _MODELS or architecture in _vllm_architectures()
+
+
+def _vllm_architectures() -> frozenset[str]:
+    """vLLM's table, if vLLM is installed. Importing vLLM costs seconds, so only an unknown name comes here."""
+    if importlib.util.find_spec("vllm") is None:
+        return frozenset()
+    from vllm import ModelRegistry
+
+    return frozenset(ModelRegistry.get_supported_archs())
+
+
+def engine_entry(stage: StagePipelineConfig, chosen: str | None = None) -> tuple[str, EngineEntry]:
+    """Name and entry of a stage's engine: the deploy config's choice, the pipeline's, or the execution type's default.
+
+    Raises:
+        ConfigError: the choice is not among those the pipeline allows, or unknown.
+    """
+    declared = stage.engine or _DEFAULT_ENGINE.get(stage.execution_type)
+    if declared is None:
+        raise ConfigError([f"stage {stage.name!r}: execution type {stage.execution_type.value} has no default engine"])
+    name = chosen or declared
+    allowed = (declared, *stage.engine_choices)
+    if name not in allowed:
+        raise ConfigError([f"stages.{stage.name}.engine.name: {name!r} is not allowed here; {suggest(name, allowed)}"])
+    if name in ENGINES:
+        entry = ENGINES[name]
+    elif ":" in name:
+        entry = EngineEntry(name, "omni_ray.engine.options:EngineOptions")
+    else:
+        raise ConfigError([f"stage {stage.name!r}: unknown engine {name!r}; {suggest(name, ENGINES)}"])
+    return name, EngineEntry(entry.path, stage.engine_options or entry.options)
+
+
+def engine_options(stage: StagePipelineConfig, chosen: str | None = None) -> type[EngineOptions]:
+    """The option model that the stage's engine publishes."""
+    loaded: type[EngineOptions] = import_dotted(engine_entry(stage, chosen)[1].options)
+    return loaded
+
+
+def extras_for(pipeline: PipelineConfig) -> Mapping[str, type[BaseModel]]:
+    """Extra request fields of all the pipeline's architectures, by field name."""
+    fields: dict[str, type[BaseModel]] = {}
+    for stage in pipeline.stages:
+        if stage.model_arch in _EXTRAS:
+            extras: ModelExtras = import_dotted(_EXTRAS[stage.model_arch])
+            fields.update(extras.fields)
+    return fields
+
+
+def register_extras(architecture: str, path: str) -> None:
+    """Register the ``ModelExtras`` of an out-of-tree architecture."""
+    if _EXTRAS.setdefault(architecture, path) != path:
+        raise ConfigError([f"extras of {architecture!r} are already registered as {_EXTRAS[architecture]!r}"])
+
+
+PLUGIN_GROUPS = ("omni_ray.platform_plugins", "omni_ray.general_plugins")
+_loaded_plugins: set[tuple[str, str]] = set()
+
+
+def load_plugins() -> None:
+    """Call every allowed plugin of the entry-point groups, once per process.
+
+    ``OMNI_RAY_PLUGINS`` (comma-separated entry-point names) is an allow-list: unset allows all that are installed,
+    empty allows none. A plugin that raises stops the program: a half-registered model is worse than none.
+    """
+    allowed = os.environ.get("OMNI_RAY_PLUGINS")
+    names = None if allowed is None else {name.strip() for name in allowed.split(",") if name.strip()}
+    for group in PLUGIN_GROUPS:
+        for entry_point in importlib.metadata.entry_points(group=group):
+            key = (group, entry_point.name)
+            if key in _loaded_plugins or (names is not None and entry_point.name not in names):
+                continue
+            _loaded_plugins.add(key)
+            entry_point.load()()

@@ -1,0 +1,144 @@
+"""From a generator to an HTTP answer: first event before status line, client gone means stopped, heartbeats, aborts.
+
+    opened(dispatcher.stream(...)) -> answer generator: Head, bytes, bytes, ... -> LiveResponse -> client
+
+Everything an answer holds (the stream, an encoder) is opened and closed inside its generator, which runs in one task
+from its first step to its close.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from omni_ray.errors import StageFailedError
+from omni_ray.serve.api import sse
+from omni_ray.serve.api.errors import public_error
+from omni_ray.serve.api.request_log import AbortedResponse, RequestInfo
+from omni_ray.serve.events import OutputEvent
+
+HEARTBEAT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Everything before the body. ``heartbeat``: comment lines may be put between pieces (SSE)."""
+
+    content_type: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    heartbeat: bool = False
+
+
+Answer = AsyncGenerator[Head | bytes, None]
+"""One ``Head``, then pieces of the body. An error before the head becomes a status; after it, a cut connection."""
+
+
+class _Resumed:
+    """A stream whose first event was already taken."""
+
+    def __init__(self, first: OutputEvent, rest: AsyncIterator[OutputEvent]) -> None:
+        self._first: OutputEvent | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> AsyncIterator[OutputEvent]:
+        return self
+
+    async def __anext__(self) -> OutputEvent:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        return await anext(self._rest)
+
+
+@contextlib.asynccontextmanager
+async def opened(events: AsyncIterator[OutputEvent]) -> AsyncIterator[AsyncIterator[OutputEvent]]:
+    """Waits for the first event, so that an error before it still decides the status; closes the stream at the end."""
+    try:
+        try:
+            first = await anext(events)
+        except StopAsyncIteration:
+            raise StageFailedError("the pipeline ended without any output") from None
+        yield _Resumed(first, events)
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+class LiveResponse(Response):
+    """Sends an ``Answer`` and closes it, whatever ends it first: its end, an error, the client, a cancellation."""
+
+    def __init__(self, answer: Answer, info: RequestInfo) -> None:
+        super().__init__()
+        self._answer = answer
+        self._info = info
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._deliver(send))
+        gone = asyncio.create_task(_until_disconnect(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                self._info.outcome = "disconnected"
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _deliver(self, send: Send) -> None:
+        async with contextlib.aclosing(self._answer) as answer:
+            head = await anext(answer)
+            assert isinstance(head, Head)
+            raw = {"content-type": head.content_type, **head.headers}
+            headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in raw.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            writer = _Writer(send)
+            pings = asyncio.create_task(writer.ping()) if head.heartbeat else None
+            try:
+                async for piece in answer:
+                    assert isinstance(piece, bytes)
+                    await writer.write(piece)
+                await writer.end()
+            except Exception as error:
+                self._info.outcome = type(error).__name__
+                raise AbortedResponse(public_error(error, self._info.request_id).message) from error
+            finally:
+                if pings is not None:
+                    pings.cancel()
+                    await asyncio.gather(pings, return_exceptions=True)
+
+
+class _Writer:
+    """Sends pieces, and comment lines while there are none."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._lock = asyncio.Lock()
+        self._sent_at = asyncio.get_running_loop().time()
+
+    async def write(self, piece: bytes) -> None:
+        if piece:
+            async with self._lock:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                self._sent_at = asyncio.get_running_loop().time()
+
+    async def end(self) -> None:
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def ping(self) -> None:
+        while True:
+            left = self._sent_at + HEARTBEAT_S - asyncio.get_running_loop().time()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self.write(sse.PING)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,116 @@
+"""Outermost layer: the server's own request id, one log line per request, and the 500 for what nobody expected."""
+
+import asyncio
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from omni_ray.serve.api.errors import error_response, log, public_error
+from omni_ray.serve.api.keys import ANONYMOUS, ServedSeconds
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_STATE = "omni_ray_request"
+
+
+@dataclass(slots=True)
+class RequestInfo:
+    """What is known of one HTTP request while it runs.
+
+    Attributes:
+        request_id: made here; the client's own id is never used inside.
+        client_id: the client's ``x-request-id`` if it is harmless; echoed instead of ours.
+        traceparent: W3C trace context, or None.
+        api_key: set by the key check.
+        status: 0 until the status line is sent.
+        audio_seconds: sound sent so far. clipped: its samples that lay outside [-1, 1].
+        outcome: ``ok``, ``disconnected``, or the error that ended a stream in its middle.
+    """
+
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    client_id: str | None = None
+    traceparent: str | None = None
+    api_key: str = ANONYMOUS
+    status: int = 0
+    audio_seconds: float = 0.0
+    clipped: int = 0
+    outcome: str = "ok"
+
+
+def info_of(request: Request) -> RequestInfo:
+    """The ``RequestInfo`` that ``RequestLog`` made for this request."""
+    return cast(RequestInfo, request.scope["state"][_STATE])
+
+
+class AbortedResponse(Exception):  # noqa: N818 - no error of its own: it only makes the server cut the connection
+    """A body broke off in its middle; raised to the server, so that no terminating chunk is sent (C29)."""
+
+
+class RequestLog:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, served: ServedSeconds) -> None:
+        self._app = app
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        info = RequestInfo(
+            client_id=_matching(_CLIENT_ID, headers.get("x-request-id")),
+            traceparent=_matching(_TRACEPARENT, headers.get("traceparent")),
+        )
+        scope = {**scope, "state": {**scope.get("state", {}), _STATE: info}}
+        started = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                info.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = info.client_id or info.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            info.outcome = "disconnected"
+        except AbortedResponse:
+            raise
+        except asyncio.CancelledError:
+            info.outcome = "disconnected"
+            raise
+        except Exception as error:
+            if info.status:
+                info.outcome = type(error).__name__
+                raise
+            await error_response(public_error(error, info.request_id))(scope, receive, send_with_id)
+        finally:
+            self._served.add(info.api_key, info.audio_seconds)
+            _log_line(scope, info, time.monotonic() - started)
+
+
+def _matching(pattern: re.Pattern[str], value: str | None) -> str | None:
+    return value if value is not None and pattern.fullmatch(value) else None
+
+
+def _log_line(scope: Scope, info: RequestInfo, seconds: float) -> None:
+    route = scope.get("route")
+    log.info(
+        "request %s client_id=%s %s %s status=%d outcome=%s seconds=%.3f audio_seconds=%.3f clipped=%d",
+        info.request_id,
+        info.client_id or "-",
+        scope["method"],
+        route.path if route is not None else "unmatched",
+        info.status,
+        info.outcome,
+        seconds,
+        info.audio_seconds,
+        info.clipped,
+    )

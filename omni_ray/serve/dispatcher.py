@@ -1,0 +1,175 @@
+"""The ingress's view of the graph: admit a request, open the trunk, retry once on replica death, stream its outputs."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from omni_ray.config.deploy import IngressConfig, StreamingConfig
+from omni_ray.config.pipeline import OutputKind, PipelineConfig, RequestPart
+from omni_ray.engine.types import AudioClip, Request
+from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError
+from omni_ray.registry import extras_for
+from omni_ray.serve.events import Envelope, OutputEvent
+from omni_ray.serve.latents import store_clips
+from omni_ray.serve.lifeline import LifelineHost
+from omni_ray.serve.planner import Plan, make_plan
+from omni_ray.serve.stage_client import StageClient
+
+logger = logging.getLogger("ray.serve")
+
+PING_TIMEOUT_S = 1.0
+PING_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether every stage answers; ``waiting`` maps each stage that does not to the reason."""
+
+    ready: bool
+    waiting: Mapping[str, str]
+
+
+class Dispatcher:
+    """Sends requests into the graph. One per ingress replica; keeps nothing of a request when it is over.
+
+    Attributes:
+        pipeline, config: what is served and the ingress's limits.
+        model_name: the model id that clients use.
+        extras: extra request fields of this pipeline's models.
+        max_audio_seconds, max_input_audio_seconds: limits in force.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        config: IngressConfig,
+        streaming: StreamingConfig,
+        model_name: str,
+        handles: Mapping[str, DeploymentHandle],
+        host: str,
+    ) -> None:
+        self.pipeline = pipeline
+        self.config = config
+        self.model_name = model_name
+        self.extras: Mapping[str, type[BaseModel]] = extras_for(pipeline)
+        self.max_audio_seconds = config.max_audio_seconds or pipeline.max_audio_seconds
+        self.max_input_audio_seconds = config.max_input_audio_seconds or pipeline.max_input_audio_seconds
+        self._streaming = streaming
+        self._lifelines = LifelineHost(host)
+        self._clients = {
+            name: StageClient(name, handle, "ingress", streaming, self._lifelines) for name, handle in handles.items()
+        }
+        self._readiness = Readiness(False, {name: "not asked yet" for name in handles})
+        self._was_ready = False
+        self._active = 0
+        self._watch = asyncio.get_running_loop().create_task(self._keep_asking())
+
+    @property
+    def active(self) -> int:
+        """Requests alive right now."""
+        return self._active
+
+    def plan(self, outputs: Collection[OutputKind], parts: Collection[RequestPart]) -> Plan:
+        """See ``planner.make_plan``."""
+        return make_plan(self.pipeline, outputs, parts)
+
+    async def stream(
+        self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
+    ) -> AsyncGenerator[OutputEvent, None]:
+        """Outputs of the plan's final stages, as they come.
+
+        A replica that dies before any event came back is worth one more attempt; a request that dies on two replicas
+        is itself the likely cause and is not tried again.
+
+        Raises:
+            SaturatedError: before anything was started.
+            NotReadyError: the application has never been ready yet.
+            StageFailedError: and its kinds, at any time.
+        """
+        if not self._was_ready and not (await self._ask()).ready:
+            waiting = ", ".join(self._readiness.waiting)
+            raise NotReadyError(f"starting: waiting for {waiting}", retry_after_s=5)
+        with self._admitted():
+            stored = await store_clips(clips, self._streaming.inline_bytes)
+            envelope = Envelope(request, plan, stored, traceparent)
+            begun = False
+            try:
+                async with aclosing(self._attempt(envelope)) as events:
+                    async for event in events:
+                        begun = True
+                        if event is not None:
+                            yield event
+                return
+            except ReplicaDiedError as error:
+                if begun or not self.config.retry:
+                    raise
+                logger.warning("request %s is tried once more: %s", request.request_id, error)
+            envelope = replace(envelope, request=replace(request, attempt=request.attempt + 1))
+            async with aclosing(self._attempt(envelope)) as events:
+                async for event in events:
+                    if event is not None:
+                        yield event
+
+    async def _attempt(self, envelope: Envelope) -> AsyncGenerator[OutputEvent | None, None]:
+        """Outputs of one attempt; None for an event that is none, which still means that something came back."""
+        async with aclosing(self._clients[envelope.plan.trunk].stream(envelope)) as stream:
+            async for received in stream:
+                yield received.event if isinstance(received.event, OutputEvent) else None
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self._active >= self.config.max_concurrent_requests:
+            raise SaturatedError(f"this server already works on {self._active} requests")
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+    async def readiness(self) -> Readiness:
+        """The answer of the last round of pings, at most a few seconds old."""
+        return self._readiness
+
+    async def _keep_asking(self) -> None:
+        while True:
+            await self._ask()
+            await asyncio.sleep(PING_EVERY_S)
+
+    async def _ask(self) -> Readiness:
+        answers = await asyncio.gather(
+            *(client.ping(PING_TIMEOUT_S) for client in self._clients.values()), return_exceptions=True
+        )
+        waiting = {name: str(a) for name, a in zip(self._clients, answers, strict=True) if a is not None}
+        if waiting:
+            waiting = await self._with_status(waiting)
+        self._was_ready = self._was_ready or not waiting
+        self._readiness = Readiness(not waiting, waiting)
+        return self._readiness
+
+    async def _with_status(self, waiting: dict[str, str]) -> dict[str, str]:
+        """Serve's own words for each stage that does not answer, when the controller can be asked."""
+        app = serve.get_replica_context().app_name
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                status = await asyncio.get_running_loop().run_in_executor(None, serve.status)
+        except Exception as error:  # the controller may be gone; that alone never makes us unready
+            logger.debug("serve.status did not answer: %r", error)
+            return waiting
+        if app not in status.applications:
+            return waiting
+        known = status.applications[app].deployments
+        return {
+            name: f"{reason} ({known[name].status.value}: {known[name].message})" if name in known else reason
+            for name, reason in waiting.items()
+        }
+
+    async def stop(self) -> None:
+        """End the background task and close the lifeline socket."""
+        self._watch.cancel()
+        await self._lifelines.stop()

@@ -1,0 +1,96 @@
+"""What crosses a process border: the envelope that goes up the chain, and the events that come back down.
+
+Importable in every replica; plain slotted dataclasses, so pickling is cheap and a mismatch is a clear error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_ray.engine.base import Resume
+from omni_ray.engine.types import Output, Request
+from omni_ray.serve.planner import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StoredClip:
+    """A clip of the request: samples inline, or a ref that the ingress owns (never both)."""
+
+    index: int
+    sample_rate: int
+    samples: NDArray[np.float32] | None
+    ref: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Everything a request's chain of stages gets.
+
+    Attributes:
+        request: with the client's own sampling; each stage resolves it for itself.
+        plan: which stages take part and how they call each other.
+        clips: the request's audio.
+        traceparent: W3C trace context, or None.
+        resume: per stage, what it had already produced (takeover).
+    """
+
+    request: Request
+    plan: Plan
+    clips: tuple[StoredClip, ...] = ()
+    traceparent: str | None = None
+    resume: Mapping[str, Resume] = field(default_factory=dict)
+
+    def holds_refs(self) -> bool:
+        """Whether it must travel by the actor path: refs sent over gRPC would never be freed."""
+        return any(clip.ref is not None for clip in self.clips)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who opens a stream: the consumer's name, and for ref-carrying streams where its lifeline listens."""
+
+    consumer: str
+    lifeline: "LifelineAddress | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class LifelineAddress:
+    """A consumer's lifeline socket and the one-time token of one stream."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Head of a stream: which replica computes ``stage`` and the schema version of each edge leaving it."""
+
+    stage: str
+    replica: str
+    schema_versions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEvent:
+    """An output of ``stage``. With ``ref``, the latent's rows (``ref_bytes`` bytes) are empty here and lie behind it."""
+
+    stage: str
+    output: Output
+    ref: Any = None
+    ref_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Saturated:
+    """The only event of a stream whose stage had no room; an exception would cost a traceback per refusal."""
+
+    stage: str
+    message: str
+    retry_after_s: int
+
+
+Event = Opened | OutputEvent | Saturated

@@ -1,0 +1,48 @@
+"""Large arrays between processes: inline when small, as object refs when large.
+
+A ref is put by the process that made the data (which owns it), travels nested in an event or envelope over the actor
+path, is awaited by the consumer and dropped there. Nothing frees explicitly: dropping the last ref is the release.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import ray
+
+from omni_ray.engine.types import AudioClip, Chunk, LatentChunk, Output
+from omni_ray.serve.events import OutputEvent, StoredClip
+
+
+def large(output: Output, inline_bytes: int) -> bool:
+    """Whether this output should cross as a ref."""
+    return isinstance(output, LatentChunk) and output.rows.nbytes > inline_bytes
+
+
+async def store_output(stage: str, output: LatentChunk) -> OutputEvent:
+    """Put the rows into the object store; the copy there is immutable, so the engine may reuse its buffer."""
+    ref = await asyncio.get_running_loop().run_in_executor(None, ray.put, np.ascontiguousarray(output.rows))
+    empty = np.empty((0, output.rows.shape[1]), np.float32)
+    return OutputEvent(stage, replace(output, rows=empty), ref, output.rows.nbytes)
+
+
+async def load_output(event: OutputEvent) -> Chunk:
+    """The chunk with its rows; the array is a read-only view into the object store for as long as it lives."""
+    assert isinstance(event.output, LatentChunk)
+    return replace(event.output, rows=await event.ref)
+
+
+async def store_clips(clips: Sequence[AudioClip], inline_bytes: int) -> tuple[StoredClip, ...]:
+    """The request's clips, as refs if they are large together."""
+    if sum(clip.samples.nbytes for clip in clips) <= inline_bytes:
+        return tuple(StoredClip(c.index, c.sample_rate, c.samples) for c in clips)
+    loop = asyncio.get_running_loop()
+    return tuple(
+        [StoredClip(c.index, c.sample_rate, None, await loop.run_in_executor(None, ray.put, c.samples)) for c in clips]
+    )
+
+
+async def load_clip(clip: StoredClip) -> AudioClip:
+    """The clip with its samples."""
+    return AudioClip(clip.index, clip.samples if clip.samples is not None else await clip.ref, clip.sample_rate)

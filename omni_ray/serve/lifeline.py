@@ -1,0 +1,136 @@
+"""The lifeline of a stream on the actor path: the producer notices within a second that its consumer is gone.
+
+Serve's gRPC transport cancels a producer whose consumer dies; the actor path, which object refs need, lets it run to
+its end. So the consumer of such a stream listens on a socket, the producer connects for as long as the stream lives,
+and the kernel closes the connection when the consumer's process dies, however it dies. Nothing is routed, so it also
+holds on a draining replica. The same connection carries the window: the consumer reports the latent bytes it has
+read, and the producer waits while too many are unread.
+"""
+
+import asyncio
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from omni_ray.errors import ReplicaDiedError
+from omni_ray.serve.events import LifelineAddress
+
+_CREDIT = struct.Struct("!Q")
+_CONNECT_TIMEOUT_S = 5.0
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+
+
+class ConsumerEnd:
+    """The consumer's end of one stream's lifeline."""
+
+    def __init__(self, address: LifelineAddress) -> None:
+        self.address = address
+        self._writer: asyncio.StreamWriter | None = None
+        self._read = 0
+
+    def attach(self, writer: asyncio.StreamWriter) -> None:
+        """The producer connected."""
+        self._writer = writer
+        self.credit(0)
+
+    def credit(self, nbytes: int) -> None:
+        """Report ``nbytes`` more of latents as read."""
+        self._read += nbytes
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(_CREDIT.pack(self._read))
+
+    def close(self) -> None:
+        """The stream is over."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class LifelineHost:
+    """Listens in a consumer's process, once for all its streams; the socket opens with the first stream."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()
+        self._ends: dict[str, ConsumerEnd] = {}
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[ConsumerEnd]:
+        """A new stream's consumer end, closed with the body."""
+        async with self._opening:
+            if self._server is None:
+                self._server = await asyncio.start_server(self._accept, self._host, 0)
+        token = secrets.token_hex(16)
+        end = ConsumerEnd(LifelineAddress(self._host, self._server.sockets[0].getsockname()[1], token))
+        self._ends[token] = end
+        try:
+            yield end
+        finally:
+            del self._ends[token]
+            end.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                given = await reader.readexactly(32)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+            return
+        known = next((t for t in self._ends if hmac.compare_digest(t.encode(), given)), None)
+        if known is None:
+            writer.close()  # the stream ended before its producer came, or a stranger knocked
+            return
+        self._ends[known].attach(writer)
+
+    async def stop(self) -> None:
+        """Close the socket."""
+        if self._server is not None:
+            self._server.close()
+
+
+class ProducerEnd:
+    """The producer's end: ``lost`` is done when the consumer is gone; ``acquire`` waits for window space."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._window = window_bytes
+        self._sent = 0
+        self._read = 0
+        self._moved = asyncio.Event()
+
+    async def acquire(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more fit the window; one item always fits an empty window."""
+        while self._sent > self._read and self._sent + nbytes - self._read > self._window:
+            self._moved.clear()
+            await self._moved.wait()
+        self._sent += nbytes
+
+    async def follow(self, address: LifelineAddress) -> None:
+        """Keep the connection until it breaks; then ``lost`` is done."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+        except (OSError, TimeoutError):
+            self._lose()
+            return
+        try:
+            raw: socket.socket = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:  # a node that vanished sends no FIN
+                raw.setsockopt(socket.IPPROTO_TCP, option, value)
+            writer.write(address.token.encode())
+            while True:
+                (self._read,) = _CREDIT.unpack(await reader.readexactly(_CREDIT.size))
+                self._moved.set()
+        except (OSError, asyncio.IncompleteReadError):
+            self._lose()
+        finally:
+            writer.close()
+
+    def _lose(self) -> None:
+        if not self.lost.done():
+            self.lost.set_exception(ReplicaDiedError("the consumer of this stream is gone"))
+            self.lost.exception()  # nobody may be waiting; that is no fault

@@ -1,0 +1,84 @@
+"""A stream's way out of a stage: the first event at once, then small lists, never more often than the coalescing time."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk
+from omni_ray.serve.events import Event, OutputEvent
+
+MAX_BATCH_BYTES = 1_000_000
+"""A list is cut here, far below the 4 MB cap of Serve's gRPC transport."""
+
+
+class Outbox:
+    """Events put by one request's tasks, taken in order by the one generator that Serve iterates."""
+
+    def __init__(self, coalesce_ms: float) -> None:
+        self._pause = coalesce_ms / 1000
+        self._events: list[Event] = []
+        self._filled = asyncio.Event()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def put(self, event: Event) -> None:
+        """Append an event; never blocks, what a request may hold is bounded by its limits."""
+        self._events.append(event)
+        self._filled.set()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """No more events; with ``error``, it is raised after those already put."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._filled.set()
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Lists of events until ``close``."""
+        flushed = -float("inf")
+        while True:
+            await self._filled.wait()
+            wait = flushed + self._pause - time.monotonic()
+            if wait > 0 and not self._closed:
+                await self._collect(wait)
+            for batch in self._take():
+                yield batch
+            flushed = time.monotonic()
+            if self._closed and not self._events:
+                if self._error is not None:
+                    raise self._error
+                return
+
+    async def _collect(self, seconds: float) -> None:
+        """Let more events come for ``seconds``, less if the stream ends meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not self._closed and (left := deadline - time.monotonic()) > 0:
+            self._filled.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._filled.wait()
+            except TimeoutError:
+                return
+
+    def _take(self) -> list[list[Event]]:
+        events, self._events = self._events, []
+        if not self._closed:
+            self._filled.clear()
+        batches: list[list[Event]] = []
+        size = 0
+        for event in events:
+            if not batches or size + _nbytes(event) > MAX_BATCH_BYTES:
+                batches.append([])
+                size = 0
+            batches[-1].append(event)
+            size += _nbytes(event)
+        return batches
+
+
+def _nbytes(event: Event) -> int:
+    if not isinstance(event, OutputEvent):
+        return 0
+    match event.output:
+        case AudioChunk(samples=array) | LatentChunk(rows=array) | CodeFrameChunk(frames=array):
+            return array.nbytes
+        case _:
+            return 0

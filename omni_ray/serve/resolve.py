@@ -1,0 +1,230 @@
+"""From a pipeline's name and the user's arguments to the exact specification of every deployment. No cluster needed.
+
+Everything is checked here, together, before any actor starts: the declaration, the deploy config, each engine's
+options, Ray Serve's options and what follows from them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError, field_validator, model_validator
+
+from omni_ray.config.base import StrictModel, suggest
+from omni_ray.config.deploy import (
+    DeployConfig,
+    parse_deploy_config,
+    read_deploy_config,
+    validation_problems,
+)
+from omni_ray.config.pipeline import PipelineConfig, StagePipelineConfig
+from omni_ray.engine.options import EngineOptions
+from omni_ray.errors import ConfigError
+from omni_ray.registry import OmniModelRegistry, engine_entry, engine_options, load_pipeline
+from omni_ray.serve.planner import Plan, all_plans
+from omni_ray.serve.serve_options import MAY_NOT_BE_SET, DeploymentBlock, ServeOptions, derive
+from omni_ray.serve.specs import IngressSpec, StageSpec
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class AppArgs(StrictModel):
+    """Arguments of an application: ``serve run graphs:x model=... deploy_config=...``, or ``args:`` in a Serve config.
+
+    Attributes:
+        model: checkpoint directory or hub id; wins over the deploy config's.
+        deploy_config: path of a YAML file, or the same keys inline.
+        served_model_name: the model id that clients use.
+    """
+
+    model: str | None = None
+    deploy_config: str | dict[str, Any] | None = None
+    served_model_name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            unknown = [str(k) for k in data if k not in cls.model_fields]
+            if unknown:
+                raise ValueError("; ".join(f"unknown argument {k!r}; {suggest(k, cls.model_fields)}" for k in unknown))
+        return data
+
+    @field_validator("deploy_config")
+    @classmethod
+    def _not_blank(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("is empty; give a path or leave it out")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedApp:
+    """An application, ready to be bound: one spec per stage in the order data flows, and the ingress's."""
+
+    pipeline: PipelineConfig
+    config: DeployConfig
+    stages: tuple[StageSpec, ...]
+    ingress: IngressSpec
+    plans: tuple[Plan, ...]
+
+    def calls(self, stage: str) -> frozenset[str]:
+        """Stages that ``stage`` may open streams to, over all requests."""
+        return frozenset(c for plan in self.plans for part in plan.stages if part.name == stage for c in part.calls)
+
+
+def resolve(name: str, args: AppArgs) -> ResolvedApp:
+    """Check and derive everything.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    where, raw = read_deploy_config(args.deploy_config)
+    problems: list[str] = []
+    config = DeployConfig()
+    try:
+        config = parse_deploy_config(where, raw)
+    except ConfigError as error:
+        problems += error.problems
+    model = args.model or config.model
+    try:
+        pipeline = load_pipeline(name, model, config.variant)
+        plans = tuple(all_plans(pipeline))
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from error
+    problems += _unknown_stages(raw, pipeline, where) if problems else config.problems_for(pipeline, where)
+    problems += _reference_problems(pipeline)
+    stages, ingress = _deployments(pipeline, config, model, where, args, problems)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    assert ingress is not None
+    return ResolvedApp(pipeline, config, tuple(stages), ingress, plans)
+
+
+def _deployments(
+    pipeline: PipelineConfig, config: DeployConfig, model: str | None, where: str, args: AppArgs, problems: list[str]
+) -> tuple[list[StageSpec], IngressSpec | None]:
+    """Specs of every deployment; what is wrong goes to ``problems``."""
+    block = _block(config.ingress.deployment, where, ("ingress", "deployment"), problems)
+    ingresses = 1
+    if block is not None:
+        ingresses = block.autoscaling_config.max_replicas if block.autoscaling_config else block.num_replicas or 1
+    admitted = config.ingress.max_concurrent_requests * ingresses
+    seconds = config.ingress.max_audio_seconds or pipeline.max_audio_seconds
+    grace = config.ingress.grace_s or seconds + 30
+    if seconds > pipeline.max_audio_seconds:
+        problems.append(
+            f"{where}: ingress.max_audio_seconds: {seconds:g} is beyond the {pipeline.max_audio_seconds:g} s that "
+            f"pipeline {pipeline.name!r} is good for"
+        )
+    specs = []
+    for stage in pipeline.topological():
+        options = _engine_options(stage, config.stage(stage.name).engine, where, problems)
+        prefix = ("stages", stage.name, "deployment")
+        stage_block = _block(config.stage(stage.name).deployment, where, prefix, problems)
+        if options is None or stage_block is None:
+            continue
+        # twice what can be admitted: retries and streams that are just ending hold a slot a little longer
+        derived = _derived(stage.name, stage, stage_block, 2 * admitted + 16, grace, where, problems)
+        if derived is None:
+            continue
+        chosen = config.stage(stage.name).engine.get("name")
+        specs.append(
+            StageSpec(
+                pipeline=pipeline,
+                stage=stage.name,
+                model=model,
+                load_format=config.load_format,
+                engine_path=engine_entry(stage, chosen)[1].path,
+                engine_options=options,
+                sampling=config.stage(stage.name).sampling,
+                streaming=config.streaming,
+                async_chunk=config.async_chunk,
+                derived=derived,
+            )
+        )
+    if block is None:
+        return specs, None
+    # the ingress itself answers 503 beyond its limit, so Serve must let more than that through
+    derived = _derived("ingress", None, block, 4 * config.ingress.max_concurrent_requests + 64, grace, where, problems)
+    if derived is None:
+        return specs, None
+    model_name = args.served_model_name or config.served_model_name or pipeline.name
+    return specs, IngressSpec(pipeline, config.ingress, config.streaming, model_name, derived)
+
+
+def _derived(
+    name: str,
+    declared: StagePipelineConfig | None,
+    block: DeploymentBlock,
+    ongoing: int,
+    grace: float,
+    where: str,
+    problems: list[str],
+) -> ServeOptions | None:
+    try:
+        return derive(name, declared, block, max_ongoing_requests=ongoing, grace_s=math.ceil(grace))
+    except ConfigError as error:
+        problems += [f"{where}: {p}" for p in error.problems]
+        return None
+
+
+def _engine_options(
+    stage: StagePipelineConfig, raw: Mapping[str, Any], where: str, problems: list[str]
+) -> EngineOptions | None:
+    given = dict(raw)
+    chosen = given.pop("name", None)
+    prefix = ("stages", stage.name, "engine")
+    try:
+        model = engine_options(stage, chosen)
+    except ConfigError as error:
+        problems += [f"{where}: {p}" for p in error.problems]
+        return None
+    options = _checked(model, given, where, prefix, problems)
+    limit = stage.limits.max_num_seqs
+    if options is None or limit is None:
+        return options
+    if "max_num_seqs" in given and options.max_num_seqs > limit:
+        problems.append(
+            f"{where}: {'.'.join(prefix)}.max_num_seqs: {options.max_num_seqs} is more than {limit}, the limit of "
+            f"{stage.model_arch}: {stage.limits.reason}"
+        )
+    return options.model_copy(update={"max_num_seqs": min(limit, options.max_num_seqs)})
+
+
+def _block(raw: Mapping[str, Any], where: str, prefix: tuple[str, ...], problems: list[str]) -> DeploymentBlock | None:
+    """A ``deployment:`` block, less the options that may not be set."""
+    for name in [n for n in raw if n in MAY_NOT_BE_SET]:
+        problems.append(f"{where}: {'.'.join(prefix)}.{name}: may not be set: {MAY_NOT_BE_SET[name]}")
+    allowed = {n: v for n, v in raw.items() if n not in MAY_NOT_BE_SET}
+    return _checked(DeploymentBlock, allowed, where, prefix, problems)
+
+
+def _checked(
+    model: type[M], raw: Mapping[str, Any], where: str, prefix: tuple[str, ...], problems: list[str]
+) -> M | None:
+    """``raw`` as ``model``, or None with what is wrong added to ``problems``."""
+    try:
+        return model.model_validate(dict(raw))
+    except ValidationError as error:
+        problems += validation_problems(error, model, where, prefix)
+        return None
+
+
+def _unknown_stages(raw: Mapping[str, Any], pipeline: PipelineConfig, where: str) -> list[str]:
+    """Misspelt stage names of a config that did not validate as a whole."""
+    stages = raw.get("stages")
+    names = [s.name for s in pipeline.stages]
+    if not isinstance(stages, Mapping):
+        return []
+    return [f"{where}: stages.{n}: unknown stage {str(n)!r}; {suggest(str(n), names)}" for n in stages if n not in names]
+
+
+def _reference_problems(pipeline: PipelineConfig) -> list[str]:
+    """Architectures that no registry knows. (Processors and engines are imported by the stages that need them.)"""
+    return [
+        f"pipeline {pipeline.name!r}, stage {stage.name!r}: model_arch {stage.model_arch!r} is not registered"
+        for stage in pipeline.stages
+        if not OmniModelRegistry.known(stage.model_arch)
+    ]

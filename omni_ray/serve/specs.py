@@ -1,0 +1,37 @@
+"""What each deployment is built from: plain data, made by ``resolve``, the same on every replica."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from omni_ray.config.deploy import IngressConfig, StreamingConfig
+from omni_ray.config.pipeline import PipelineConfig
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.options import EngineOptions
+from omni_ray.serve.serve_options import ServeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """Everything a stage's replica is built from; made by the builder, the same on every replica."""
+
+    pipeline: PipelineConfig
+    stage: str
+    model: str | None
+    load_format: Literal["auto", "dummy"]
+    engine_path: str
+    engine_options: EngineOptions
+    sampling: SamplingParams
+    streaming: StreamingConfig
+    async_chunk: bool
+    derived: ServeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSpec:
+    """Everything an ingress replica is built from."""
+
+    pipeline: PipelineConfig
+    config: IngressConfig
+    streaming: StreamingConfig
+    model_name: str
+    derived: ServeOptions

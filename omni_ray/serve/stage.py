@@ -1,0 +1,153 @@
+"""The deployment that runs one stage: an engine, clients to the stages it may call, and one streaming method."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from omni_ray.engine.base import Engine, EngineContext, EngineStats
+from omni_ray.engine.types import Request
+from omni_ray.errors import OmniRayError, SaturatedError, StageFailedError
+from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
+from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
+from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
+from omni_ray.serve.serve_options import check_actual_options
+from omni_ray.serve.specs import StageSpec
+from omni_ray.serve.stage_client import StageClient
+from omni_ray.serve.stage_run import StageParts, StageRun
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What a stage knows of itself, for tests and ``omni-ray top``. All counters but totals are zero when idle."""
+
+    replica: str
+    ongoing: int
+    engine: EngineStats
+    started: int
+    finished: int
+    failed: int
+    cancelled: int
+
+
+class Stage:
+    """One stage of a pipeline. Names no other stage: whom it calls comes with each request's plan."""
+
+    async def __init__(self, spec: StageSpec, upstream: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
+        load_plugins()
+        self._stage = spec.pipeline.stage(spec.stage)
+        self._replica: str = serve.get_replica_context().replica_tag
+        self._ongoing: Counter[tuple[str, int]] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._engine: Engine | None = None
+        check_actual_options(spec.stage, spec.derived)
+        self._lifelines = LifelineHost(ray.util.get_node_ip_address())
+        self._window = int(spec.streaming.window_mb * 2**20)
+        engine_cls = import_dotted(spec.engine_path)
+        engine: Engine = engine_cls(
+            EngineContext(
+                stage=self._stage,
+                model=spec.model,
+                model_cls=OmniModelRegistry.load(self._stage.model_arch),
+                options=spec.engine_options,
+                load_format=spec.load_format,
+                progress=lambda line: logger.info("%s: %s", spec.stage, line),
+            )
+        )
+        await engine.start()
+        self._engine = engine
+        self._parts = StageParts(
+            stage=self._stage,
+            engine=engine,
+            clients={
+                name: StageClient(name, handle, spec.stage, spec.streaming, self._lifelines)
+                for name, handle in upstream.items()
+            },
+            processors={edge.processor: import_dotted(edge.processor) for edge in self._stage.inputs},
+            streaming=spec.streaming,
+            async_chunk=spec.async_chunk,
+            sampling=spec.sampling,
+            opened=Opened(
+                spec.stage,
+                self._replica,
+                {
+                    consumer.name: edge.schema_version
+                    for consumer in spec.pipeline.stages
+                    for edge in consumer.stage_edges()
+                    if edge.source == spec.stage
+                },
+            ),
+        )
+
+    async def run(self, envelope: Envelope, caller: Caller) -> AsyncIterator[list[Event]]:
+        """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""
+        async with self._counted(envelope.request):
+            end = ProducerEnd(self._window) if caller.lifeline is not None else None
+            run = StageRun(self._parts, envelope, end)
+            tasks = [asyncio.create_task(run.go())]
+            if end is not None and caller.lifeline is not None:
+                tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
+                end.lost.add_done_callback(lambda lost: run.outbox.close(lost.exception()) if not lost.cancelled() else None)
+            try:
+                async for batch in run.outbox.batches():
+                    yield batch
+            except SaturatedError as error:
+                yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
+            except OmniRayError:
+                raise
+            except Exception as error:
+                logger.exception("stage %s failed, request %s", self._stage.name, envelope.request.request_id)
+                raise StageFailedError(f"stage {self._stage.name} failed") from error
+            finally:
+                for task in tasks:
+                    task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.gather(*tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _counted(self, request: Request) -> AsyncIterator[None]:
+        self._ongoing[request.key] += 1
+        self._totals["started"] += 1
+        outcome = "finished"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except Exception:
+            outcome = "failed"
+            raise
+        finally:
+            self._totals[outcome] += 1
+            self._ongoing[request.key] -= 1
+            if not self._ongoing[request.key]:
+                del self._ongoing[request.key]
+
+    async def ping(self) -> str:
+        """The replica's tag; answering is the point."""
+        return self._replica
+
+    async def state(self) -> StageState:
+        """Counters right now."""
+        assert self._engine is not None
+        counts = {name: self._totals[name] for name in ("started", "finished", "failed", "cancelled")}
+        return StageState(self._replica, self._ongoing.total(), self._engine.stats(), **counts)
+
+    async def check_health(self) -> None:
+        """Ray Serve's health check: the engine's own."""
+        if self._engine is not None:
+            await self._engine.check_health()
+
+    async def __del__(self) -> None:
+        """Ray Serve's shutdown hook."""
+        if self._engine is not None:
+            await self._engine.stop()
+            await self._lifelines.stop()

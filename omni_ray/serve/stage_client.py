@@ -1,0 +1,120 @@
+"""The only code that calls a stage's handle: one stream per edge, opened, watched, mapped to our errors and cancelled.
+
+It owns the deadlines (first event, idle), the transport (gRPC, or the actor path with a lifeline when refs travel),
+the cancellation in ``finally`` (``break`` and ``del`` do not cancel a Serve stream) and the mapping of Ray's errors.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import OwnerDiedError, RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from omni_ray.config.deploy import StreamingConfig
+from omni_ray.errors import (
+    NotReadyError,
+    OmniRayError,
+    ReplicaDiedError,
+    SaturatedError,
+    StageFailedError,
+    StageTimeoutError,
+)
+from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturated
+from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """An event and the means to say that its latent was read."""
+
+    event: Event
+    end: ConsumerEnd | None
+
+    def read(self) -> None:
+        """The latent behind the event's ref, if there is one, was used or is not wanted: the producer may go on."""
+        if self.end is not None and isinstance(self.event, OutputEvent) and self.event.ref is not None:
+            self.end.credit(self.event.ref_bytes)
+
+
+class StageClient:
+    """Opens streams to one stage on behalf of one consumer."""
+
+    def __init__(
+        self, stage: str, handle: DeploymentHandle, consumer: str, streaming: StreamingConfig, lifelines: LifelineHost
+    ) -> None:
+        self.stage = stage
+        self._consumer = consumer
+        self._streaming = streaming
+        self._lifelines = lifelines
+        grpc: dict[str, Any] = {"request_serialization": "pickle", "response_serialization": "pickle"}
+        self._by_value = handle.options(stream=True, method_name="run", _by_reference=False, **grpc)
+        self._by_reference = handle.options(stream=True, method_name="run", _by_reference=True)
+        self._ping = handle.options(method_name="ping", _by_reference=False, **grpc)
+
+    async def ping(self, timeout_s: float) -> None:
+        """One round trip to any replica; raises our errors."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ping.remote()
+        except TimeoutError:
+            raise NotReadyError(f"stage {self.stage} did not answer within {timeout_s:g} s") from None
+        except Exception as error:  # every failure of a ping means the same: not ready
+            raise NotReadyError(f"stage {self.stage}: {type(error).__name__}") from error
+
+    async def stream(self, envelope: Envelope) -> AsyncGenerator[Received, None]:
+        """Every event of one call of ``run``, one by one.
+
+        Raises:
+            SaturatedError, NotReadyError, ReplicaDiedError, StageTimeoutError, StageFailedError: see ``errors``.
+        """
+        by_reference = envelope.plan.stage(self.stage).by_reference or envelope.holds_refs()
+        async with AsyncExitStack() as stack:
+            end = await stack.enter_async_context(self._lifelines.open()) if by_reference else None
+            caller = Caller(self._consumer, end.address if end else None)
+            handle = self._by_reference if by_reference else self._by_value
+            response = handle.remote(envelope, caller)
+            stack.callback(response.cancel)
+            limit = self._streaming.first_chunk_timeout_s
+            events = response.__aiter__()
+            while True:
+                try:
+                    async with asyncio.timeout(limit):
+                        batch = await events.__anext__()
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise StageTimeoutError(f"stage {self.stage} sent nothing for {limit:g} s") from None
+                except (asyncio.CancelledError, Exception) as error:
+                    raise self._mapped(error) from error
+                for event in batch:
+                    if isinstance(event, Saturated):
+                        raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
+                    yield Received(event, end)
+                limit = self._streaming.idle_timeout_s
+
+    def _mapped(self, error: BaseException) -> BaseException:
+        """Our error for whatever the handle raised."""
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            return error  # we are being cancelled, the stage is not at fault
+        cause: BaseException | None = error
+        while isinstance(cause, RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, OmniRayError):
+            return cause
+        if isinstance(cause, BackPressureError):
+            return SaturatedError(f"stage {self.stage} is full")
+        if isinstance(cause, DeploymentUnavailableError):
+            return NotReadyError(f"stage {self.stage} has no replica")
+        if isinstance(cause, RayActorError | OwnerDiedError | RequestCancelledError | asyncio.CancelledError):
+            return ReplicaDiedError(f"a replica of stage {self.stage} died")
+        logger.error("stage %s failed in an unforeseen way", self.stage, exc_info=error)
+        return StageFailedError(f"stage {self.stage} failed")
+

@@ -1,0 +1,204 @@
+"""One request in one stage: opens upstream, feeds the engine through the edges' processors, sends events downstream.
+
+Tasks of one run: one pump per upstream stream, and the engine's own generator. The first failure ends them all.
+Upstream streams open when the engine first asks for input, so a full engine refuses before anything upstream starts.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omni_ray.config.deploy import StreamingConfig
+from omni_ray.config.pipeline import REQUEST, Edge, StagePipelineConfig
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.base import Engine
+from omni_ray.engine.types import AudioChunk, AudioClip, Chunk, Finish, LatentChunk, Output, Request, TextChunk, TranscriptChunk
+from omni_ray.errors import SchemaMismatchError
+from omni_ray.serve.events import Envelope, Opened, OutputEvent
+from omni_ray.serve.latents import large, load_clip, load_output, store_output
+from omni_ray.serve.lifeline import ProducerEnd
+from omni_ray.serve.outbox import Outbox
+from omni_ray.serve.planner import PlanStage, feeding_edge
+from omni_ray.serve.stage_client import Received, StageClient
+
+Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
+_FINAL_CHUNKS = {"text": TextChunk, "audio": AudioChunk, "transcript": TranscriptChunk}
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What every run of a stage shares. Nothing of a request is ever kept here."""
+
+    stage: StagePipelineConfig
+    engine: Engine
+    clients: Mapping[str, StageClient]
+    processors: Mapping[str, Processor]
+    streaming: StreamingConfig
+    async_chunk: bool
+    sampling: SamplingParams
+    opened: Opened
+
+
+class StageRun:
+    """One request's run; ``go`` fills the outbox and closes it."""
+
+    def __init__(self, parts: StageParts, envelope: Envelope, end: ProducerEnd | None) -> None:
+        self._parts = parts
+        self._envelope = envelope
+        self._part: PlanStage = envelope.plan.stage(parts.stage.name)
+        self._end = end
+        self._finals = {name: _FINAL_CHUNKS[kind] for kind, name in envelope.plan.outputs}
+        self._edges = [parts.stage.inputs[i] for i in self._part.edges]
+        self._queues: dict[str, asyncio.Queue[Received | None]] = {
+            edge.source: asyncio.Queue() for edge in self._edges if edge.source != REQUEST
+        }
+        self._asked = asyncio.Event()
+        self._computed = False
+        self.outbox = Outbox(parts.streaming.coalesce_ms)
+
+    async def go(self) -> None:
+        """Run to the end; any failure closes the outbox with it."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pumps = [tasks.create_task(self._pump(self._parts.clients[name])) for name in self._part.calls]
+                await tasks.create_task(self._compute())
+                if not self._upstream_wanted():
+                    for pump in pumps:
+                        pump.cancel()
+        except BaseExceptionGroup as group:
+            self.outbox.close(first_failure(group))
+        except asyncio.CancelledError as error:
+            self.outbox.close(error)
+            raise
+        else:
+            self.outbox.close()
+
+    def _upstream_wanted(self) -> bool:
+        """Whether something further down still takes outputs that come from upstream through this stage."""
+        name = self._parts.stage.name
+        return any(stage != name for stage in (*self._finals, *self._part.feeds)) and bool(self._part.calls)
+
+    async def _compute(self) -> None:
+        stage = self._parts.stage
+        inputs = {edge.source: self._inputs(edge) for edge in self._edges}
+        generate = self._parts.engine.generate(self._request(), inputs, self._envelope.resume.get(stage.name))
+        opened = False
+        async with aclosing(_closable(generate)) as outputs:
+            async for output in outputs:
+                if not opened:
+                    self.outbox.put(self._parts.opened)
+                    opened = True
+                await self._send(stage.name, output)
+        self._computed = True
+        self._asked.set()  # an engine that never asked for input must not leave the pumps waiting
+        for queue in self._queues.values():
+            while not queue.empty():
+                if (left := queue.get_nowait()) is not None:
+                    left.read()
+
+    def _request(self) -> Request:
+        """The request with its sampling resolved for this stage.
+
+        What the client says about sampling is meant for the stage that owns the tokenizer; where a plan has none
+        (speech), for the first autoregressive stage.
+        """
+        stage, envelope = self._parts.stage, self._envelope
+        says = envelope.request.sampling if stage.name == envelope.plan.sampled else SamplingParams()
+        sampling = SamplingParams.resolve(
+            constraints=stage.sampling_constraints, request=says, deploy=self._parts.sampling, default=stage.sampling
+        )
+        return replace(envelope.request, sampling=sampling)
+
+    async def _send(self, stage: str, output: Output) -> None:
+        if not self._wanted(stage, output):
+            return
+        if self._end is not None and isinstance(output, LatentChunk) and large(output, self._parts.streaming.inline_bytes):
+            await self._end.acquire(output.rows.nbytes)
+            self.outbox.put(await store_output(stage, output))
+        else:
+            self.outbox.put(OutputEvent(stage, output))
+
+    def _wanted(self, stage: str, output: Output) -> bool:
+        """Whether anybody downstream takes this output: a later stage takes all, the client its kind and the finish."""
+        if stage in self._part.feeds:
+            return True
+        return stage in self._finals and isinstance(output, Finish | self._finals[stage])
+
+    async def _inputs(self, edge: Edge) -> AsyncIterator[Any]:
+        """The edge's processor over its source, both closed with this generator."""
+        source = self._clips(edge) if edge.source == REQUEST else self._chunks(edge.source)
+        processor = self._parts.processors[edge.processor]
+        async with aclosing(source), aclosing(processor(self._envelope.request, source)) as items:
+            async for item in items:
+                yield item
+
+    async def _clips(self, edge: Edge) -> AsyncGenerator[AudioClip, None]:
+        if "input_audio" in edge.parts:
+            for clip in self._envelope.clips:
+                yield await load_clip(clip)
+
+    async def _chunks(self, source: str) -> AsyncGenerator[Chunk, None]:
+        """Chunks of ``source``, as they come or (``async_chunk: false``) all at the end."""
+        if self._parts.async_chunk:
+            async with aclosing(self._arrivals(source)) as arrivals:
+                async for chunk in arrivals:
+                    yield chunk
+            return
+        for chunk in [chunk async for chunk in self._arrivals(source)]:
+            yield chunk
+
+    async def _arrivals(self, source: str) -> AsyncGenerator[Chunk, None]:
+        queue = self._queues[source]
+        self._asked.set()
+        while (received := await queue.get()) is not None:
+            event = received.event
+            assert isinstance(event, OutputEvent) and not isinstance(event.output, Finish)
+            yield event.output if event.ref is None else await load_output(event)
+            received.read()  # the consumer came back for more
+
+    async def _pump(self, client: StageClient) -> None:
+        """Take one upstream stream apart: what feeds this stage into queues, what is wanted further down outwards."""
+        await self._asked.wait()
+        async with aclosing(client.stream(self._envelope)) as stream:
+            async for received in stream:
+                if isinstance(received.event, Opened):
+                    self._check_schema(received.event)
+                    self.outbox.put(received.event)
+                elif isinstance(received.event, OutputEvent):
+                    self._pass_on(received.event, received)
+
+    def _pass_on(self, event: OutputEvent, received: Received) -> None:
+        if self._wanted(event.stage, event.output):
+            self.outbox.put(event)
+        queue = self._queues.get(event.stage)
+        if queue is None or self._computed:
+            received.read()
+        else:
+            queue.put_nowait(None if isinstance(event.output, Finish) else received)
+
+    def _check_schema(self, opened: Opened) -> None:
+        edge = feeding_edge(self._parts.stage, self._part, opened.stage)
+        name = self._parts.stage.name
+        if edge is None:
+            return
+        given = opened.schema_versions.get(name)
+        if given != edge.schema_version:
+            raise SchemaMismatchError(
+                f"edge {opened.stage} -> {name}: schema version {given} arrived, {edge.schema_version} is spoken here; "
+                f"a roll-out is under way"
+            )
+
+
+def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first leaf of an exception group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _closable(iterator: AsyncIterator[Output]) -> Any:
+    """Engines yield from async generators; ``AsyncIterator`` does not declare ``aclose``."""
+    return iterator
