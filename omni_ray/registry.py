@@ -115,29 +115,34 @@ def load_pipeline(name: str, model: str | None = None, variant: Mapping[str, Any
         ConfigError: unknown name (naming the nearest one), a broken declaration, or an unreadable checkpoint config.
     """
     load_plugins()
-    path = OMNI_PIPELINES.get(name) or _by_alias(name)
-    if path is None:
+    registered = name if name in OMNI_PIPELINES else _by_alias(name)
+    if registered is None:
         raise ConfigError([f"unknown pipeline {name!r}; {suggest(name, OMNI_PIPELINES)}"])
-    declared = import_dotted(path)
+    declared = import_dotted(OMNI_PIPELINES[registered])
     if not isinstance(declared, PipelineConfig):
         hf_config = variant if variant is not None else read_hf_config(model) if model else {}
         resolver: Resolver = declared
         declared = resolver(hf_config)
-    if problems := declared.problems():
+    problems = declared.problems()
+    if declared.name != registered:
+        path = OMNI_PIPELINES[registered]
+        problems.append(f"{path!r} is registered as {registered!r} but declares the name {declared.name!r}")
+    if problems:
         raise ConfigError(problems)
     return declared
 
 
 def _by_alias(name: str) -> str | None:
-    paths = {path for path in OMNI_PIPELINES.values() if name in _declared_aliases(path)}
-    if len(paths) > 1:
-        raise ConfigError([f"{name!r} is an alias of several pipelines: {', '.join(sorted(paths))}"])
-    return paths.pop() if paths else None
+    """The registry name of the pipeline with this alias. A resolver's aliases are those of its default variant."""
+    fits = [registered for registered, path in OMNI_PIPELINES.items() if name in _declared(path, {}).aliases]
+    if len(fits) > 1:
+        raise ConfigError([f"{name!r} is an alias of several pipelines: {', '.join(sorted(fits))}"])
+    return fits[0] if fits else None
 
 
-def _declared_aliases(path: str) -> tuple[str, ...]:
-    declared = import_dotted(path)
-    return declared.aliases if isinstance(declared, PipelineConfig) else getattr(declared, "aliases", ())
+def _declared(path: str, hf_config: Mapping[str, Any]) -> PipelineConfig:
+    declared: PipelineConfig | Resolver = import_dotted(path)
+    return declared if isinstance(declared, PipelineConfig) else declared(hf_config)
 
 
 def select_pipeline(model: str) -> str:
@@ -152,8 +157,7 @@ def select_pipeline(model: str) -> str:
     basename = Path(model).name
     fits: list[str] = []
     for name, path in sorted(OMNI_PIPELINES.items()):
-        declared = import_dotted(path)
-        config = declared if isinstance(declared, PipelineConfig) else declared(hf_config)
+        config = _declared(path, hf_config)
         if set(config.hf_architectures) & set(architectures) or basename in config.checkpoint_basenames:
             fits.append(name)
     if len(fits) != 1:
@@ -292,4 +296,9 @@ def load_plugins() -> None:
             if key in _loaded_plugins or (names is not None and entry_point.name not in names):
                 continue
             _loaded_plugins.add(key)
-            entry_point.load()()
+            try:
+                entry_point.load()()
+            except Exception as error:
+                _loaded_plugins.discard(key)  # a second try must fail too, not go on without it
+                error.add_note(f"raised by plugin {entry_point.name!r} ({entry_point.value}) of group {group!r}")
+                raise

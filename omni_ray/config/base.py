@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Immutable; an unknown key is an error, never silently dropped."""
+    """Immutable; an unknown key is an error, never silently dropped; so is an infinite number or one that is none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -4,8 +4,10 @@ Every problem is found at once and named by file, key and nearest known name. Wh
 ``deployment:`` blocks may hold is checked by the builder, against the models that engines and Ray Serve publish.
 """
 
+import copy
 import json
 import os
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,6 +119,9 @@ class DeployConfig(StrictModel):
         return out
 
 
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML that refuses a key given twice; plain YAML silently keeps the last."""
 
@@ -124,6 +129,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == _MERGE_TAG:  # `<<: *anchor`; a key that stands beside it wins
+            continue
+        if not isinstance(key_node, yaml.ScalarNode):
+            hint = "a key must be one word; an unfilled template '{{ ... }}' reads like this"
+            raise yaml.constructor.ConstructorError(None, None, hint, key_node.start_mark)
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
@@ -163,6 +173,8 @@ def read_deploy_config(source: Source) -> tuple[str, dict[str, Any]]:
             node = os.uname().nodename
             reason = error.strerror or str(error)
             raise ConfigError([f"{where}: cannot be read on node {node!r}: {reason}; pass an absolute path or an inline mapping"]) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError([f"{where}: not UTF-8 text: {error}"]) from error
         except yaml.YAMLError as error:
             raise ConfigError([f"{where}: not valid YAML: {' '.join(str(error).split())}"]) from error
     if loaded is None:
@@ -178,6 +190,27 @@ def parse_deploy_config(where: str, raw: Mapping[str, Any]) -> DeployConfig:
         return DeployConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(validation_problems(error, DeployConfig, where)) from error
+
+
+def valid_part(raw: Mapping[str, Any]) -> DeployConfig:
+    """What is left of a raw mapping without its invalid keys, so that one mistake does not hide the others."""
+    kept = copy.deepcopy(dict(raw))
+    while True:
+        try:
+            return DeployConfig.model_validate(kept)
+        except ValidationError as error:
+            for item in error.errors():
+                _drop(kept, item["loc"])
+
+
+def _drop(mapping: dict[Any, Any], loc: tuple[int | str, ...]) -> None:
+    """Delete the deepest key of ``mapping`` that ``loc`` leads to."""
+    key = next((k for k in mapping if str(k) == str(loc[0])), None)
+    below = mapping.get(key)
+    if isinstance(below, dict) and any(str(k) == str(part) for k in below for part in loc[1:2]):
+        _drop(below, loc[1:])
+    else:
+        mapping.pop(key, None)
 
 
 def validation_problems(
@@ -205,8 +238,13 @@ def validation_problems(
                 )
             else:
                 out.append(f"{where}: {key}: unknown key {last!r}; {suggest(last, owner.model_fields)}")
+        elif item["type"] in ("model_type", "dict_type"):
+            inside = _model_at(model, loc)
+            known = f" with keys {', '.join(inside.model_fields)}" if inside is not None else ""
+            out.append(f"{where}: {key}: must be a mapping{known}, got {_short(item['input'])}")
         else:
-            out.append(f"{where}: {key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {_short(item['input'])}")
+            message = item["msg"].removeprefix("Value error, ")
+            out.append(f"{where}: {key}: {message[0].lower()}{message[1:]}, got {_short(item['input'])}")
     return out
 
 
@@ -224,6 +262,6 @@ def _model_at(model: type[BaseModel], loc: Sequence[Any]) -> type[BaseModel] | N
             current = field.annotation if field else None
         elif typing.get_origin(current) is dict:
             current = typing.get_args(current)[1]
-        if typing.get_origin(current) is typing.Union:
+        if typing.get_origin(current) in (typing.Union, types.UnionType):
             current = next((a for a in typing.get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None

@@ -56,7 +56,7 @@ class Admission:
         except (asyncio.CancelledError, TimeoutError) as error:
             if turn.done() and not turn.cancelled():
                 self._leave()  # granted in the very step in which the request gave up
-            else:
+            elif entry in self._waiting:  # a place that came free since may have skipped this entry already
                 self._waiting.remove(entry)
                 heapq.heapify(self._waiting)
             if isinstance(error, TimeoutError):
@@ -75,15 +75,23 @@ class Admission:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Mark that the engine has input in hand; without progress for ``stall_s`` it counts as hung."""
+        """Mark that the engine has input in hand; without progress for ``stall_s`` it counts as hung.
+
+        Giving up is no progress: clients that time out must not hide a hang.
+        """
         if self._computing == 0:
             self._progress_at = time.monotonic()
         self._computing += 1
+        gave_up = False
         try:
             yield
+        except (asyncio.CancelledError, GeneratorExit):
+            gave_up = True
+            raise
         finally:
             self._computing -= 1
-            self.progressed()
+            if not gave_up:
+                self.progressed()
 
     def progressed(self) -> None:
         """An output or a step came out."""

@@ -7,7 +7,7 @@ loop. Parallelism beyond ``threads`` comes from replicas.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,9 +28,21 @@ class Threads:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="model")
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``function(*args, **kwargs)`` in the pool."""
+        """``function(*args, **kwargs)`` in the pool.
+
+        When the caller gives up, a call that runs stays in hand until it returns: it holds its thread, and a hang must
+        show. One that still waits for a thread never runs.
+        """
+        call = self._pool.submit(function, *args, **kwargs)
+        in_hand = asyncio.ensure_future(self._in_hand(call))
+        try:
+            return await asyncio.shield(in_hand)
+        finally:
+            call.cancel()
+
+    async def _in_hand(self, call: Future[R]) -> R:
         with self._admission.computing():
-            return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+            return await asyncio.wrap_future(call)
 
     async def sleep(self, seconds: float) -> None:
         """Compute time that is only waited for (fault knobs, remote models): counts as work in hand."""

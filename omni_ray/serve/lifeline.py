@@ -15,7 +15,6 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from omni_ray.errors import ReplicaDiedError
 from omni_ray.serve.events import LifelineAddress
 
 _CREDIT = struct.Struct("!Q")
@@ -132,5 +131,4 @@ class ProducerEnd:
 
     def _lose(self) -> None:
         if not self.lost.done():
-            self.lost.set_exception(ReplicaDiedError("the consumer of this stream is gone"))
-            self.lost.exception()  # nobody may be waiting; that is no fault
+            self.lost.set_result(None)

@@ -180,11 +180,15 @@ def all_plans(pipeline: PipelineConfig) -> list[Plan]:
                 plans[make_plan(pipeline, outputs, supplied)] = None
             except InvalidRequestError:
                 continue
-    if not any(len(plan.outputs) == len(kinds) for plan in plans):
-        raise ConfigError([
-            f"pipeline {pipeline.name!r}: no request leads to {' and '.join(kinds)} in one stream; every stage must be "
-            f"reachable from a request edge, and one trunk must carry every output"
-        ])
+    made = {tuple(kind for kind, _ in plan.outputs) for plan in plans}
+    problems = [
+        f"pipeline {pipeline.name!r}: no request leads to {' and '.join(outputs)} in one stream; every stage must be "
+        f"reachable from a request edge, and one trunk must carry every output"
+        for outputs in _subsets(kinds)
+        if outputs not in made
+    ]
+    if problems:
+        raise ConfigError(problems)
     return list(plans)
 
 

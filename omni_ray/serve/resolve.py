@@ -16,6 +16,7 @@ from omni_ray.config.deploy import (
     DeployConfig,
     parse_deploy_config,
     read_deploy_config,
+    valid_part,
     validation_problems,
 )
 from omni_ray.config.pipeline import PipelineConfig, StagePipelineConfig
@@ -51,12 +52,25 @@ class AppArgs(StrictModel):
                 raise ValueError("; ".join(f"unknown argument {k!r}; {suggest(k, cls.model_fields)}" for k in unknown))
         return data
 
-    @field_validator("deploy_config")
+    @field_validator("model", "deploy_config", "served_model_name")
     @classmethod
     def _not_blank(cls, value: Any) -> Any:
         if value == "":
-            raise ValueError("is empty; give a path or leave it out")
+            raise ValueError("is empty; give a value or leave it out")
         return value
+
+
+def app_args(given: Mapping[str, Any]) -> AppArgs:
+    """Arguments from a command line; ``ConfigError`` names each unknown one and the nearest known."""
+    try:
+        return AppArgs.model_validate(dict(given))
+    except ValidationError as error:
+        raise ConfigError([_argument_problem(item["loc"], item["msg"]) for item in error.errors()]) from error
+
+
+def _argument_problem(loc: tuple[int | str, ...], message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return f"argument {loc[0]!r}: {message[0].lower()}{message[1:]}" if loc else message
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +96,18 @@ def resolve(name: str, args: AppArgs) -> ResolvedApp:
     """
     where, raw = read_deploy_config(args.deploy_config)
     problems: list[str] = []
-    config = DeployConfig()
     try:
         config = parse_deploy_config(where, raw)
     except ConfigError as error:
         problems += error.problems
+        config = valid_part(raw)
     model = args.model or config.model
     try:
         pipeline = load_pipeline(name, model, config.variant)
         plans = tuple(all_plans(pipeline))
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from error
-    problems += _unknown_stages(raw, pipeline, where) if problems else config.problems_for(pipeline, where)
+    problems += config.problems_for(pipeline, where)
     problems += _reference_problems(pipeline)
     stages, ingress = _deployments(pipeline, config, model, where, args, problems)
     if problems:
@@ -117,6 +131,11 @@ def _deployments(
         problems.append(
             f"{where}: ingress.max_audio_seconds: {seconds:g} is beyond the {pipeline.max_audio_seconds:g} s that "
             f"pipeline {pipeline.name!r} is good for"
+        )
+    if (heard := config.ingress.max_input_audio_seconds or 0) > pipeline.max_input_audio_seconds:
+        problems.append(
+            f"{where}: ingress.max_input_audio_seconds: {heard:g} is beyond the {pipeline.max_input_audio_seconds:g} s "
+            f"that pipeline {pipeline.name!r} is good for"
         )
     specs = []
     for stage in pipeline.topological():
@@ -176,6 +195,9 @@ def _engine_options(
     given = dict(raw)
     chosen = given.pop("name", None)
     prefix = ("stages", stage.name, "engine")
+    if not isinstance(chosen, str | None):
+        problems.append(f"{where}: {'.'.join(prefix)}.name: must be an engine's name, got {chosen!r}")
+        return None
     try:
         model = engine_options(stage, chosen)
     except ConfigError as error:
@@ -210,15 +232,6 @@ def _checked(
     except ValidationError as error:
         problems += validation_problems(error, model, where, prefix)
         return None
-
-
-def _unknown_stages(raw: Mapping[str, Any], pipeline: PipelineConfig, where: str) -> list[str]:
-    """Misspelt stage names of a config that did not validate as a whole."""
-    stages = raw.get("stages")
-    names = [s.name for s in pipeline.stages]
-    if not isinstance(stages, Mapping):
-        return []
-    return [f"{where}: stages.{n}: unknown stage {str(n)!r}; {suggest(str(n), names)}" for n in stages if n not in names]
 
 
 def _reference_problems(pipeline: PipelineConfig) -> list[str]:

@@ -7,9 +7,10 @@ engine's options and from the ingress's limits, in ``derive``, so that the parts
 from typing import Any, Literal
 
 import ray
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import LoggingConfig
 
 from omni_ray.config.base import StrictModel
 from omni_ray.config.pipeline import StagePipelineConfig
@@ -39,11 +40,17 @@ class RayActorOptions(StrictModel):
     runtime_env: dict[str, Any] | None = None
 
 
+class StrictAutoscaling(AutoscalingConfig):
+    """Ray Serve's own model drops unknown keys silently; this one refuses them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class DeploymentBlock(StrictModel):
     """The ``deployment:`` block of a stage or of the ingress: the options of Ray Serve that may be set there."""
 
     num_replicas: int | None = Field(default=None, ge=1)
-    autoscaling_config: AutoscalingConfig | None = None
+    autoscaling_config: StrictAutoscaling | None = None
     ray_actor_options: RayActorOptions = RayActorOptions()
     placement_group_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None
     max_replicas_per_node: int | None = Field(default=None, ge=1)
@@ -52,7 +59,7 @@ class DeploymentBlock(StrictModel):
     max_constructor_retry_count: int = Field(default=3, ge=1)
     rolling_update_percentage: float | None = Field(default=None, gt=0, le=1)
     max_surge_percent: int | None = Field(default=None, ge=0)
-    logging_config: dict[str, Any] | None = None
+    logging_config: LoggingConfig | None = None
 
 
 class ServeOptions(StrictModel):
@@ -86,15 +93,16 @@ def derive(
     actor = block.ray_actor_options
     cpus = actor.num_cpus if actor.num_cpus is not None else declared.num_cpus if declared else 0.1
     gpus = actor.num_gpus if actor.num_gpus is not None else declared.num_gpus if declared else 0.0
+    prefix = f"stages.{stage}.deployment" if declared else f"{stage}.deployment"
     problems = []
     if block.num_replicas is not None and block.autoscaling_config is not None:
-        problems.append(f"stages.{stage}.deployment: num_replicas and autoscaling_config exclude each other; keep one")
+        problems.append(f"{prefix}: num_replicas and autoscaling_config exclude each other; keep one")
     if gpus > 1 and gpus != int(gpus):
-        problems.append(f"stages.{stage}.deployment.ray_actor_options.num_gpus: {gpus} is neither a fraction nor whole")
+        problems.append(f"{prefix}.ray_actor_options.num_gpus: {gpus} is neither a fraction nor whole")
     if gpus and block.max_replicas_per_node is not None:
-        problems.append(f"stages.{stage}.deployment.max_replicas_per_node: not combinable with a placement group (num_gpus)")
+        problems.append(f"{prefix}.max_replicas_per_node: not combinable with a placement group (num_gpus)")
     if not gpus and block.placement_group_strategy is not None:
-        problems.append(f"stages.{stage}.deployment.placement_group_strategy: has no effect without num_gpus")
+        problems.append(f"{prefix}.placement_group_strategy: has no effect without num_gpus")
     if problems:
         raise ConfigError(problems)
     ray_actor_options: dict[str, Any] = actor.model_dump(exclude_none=True, exclude_defaults=True)
@@ -109,16 +117,18 @@ def derive(
         "max_constructor_retry_count": block.max_constructor_retry_count,
     }
     if block.autoscaling_config is not None:
-        options["autoscaling_config"] = block.autoscaling_config
+        options["autoscaling_config"] = AutoscalingConfig(**block.autoscaling_config.model_dump(exclude_unset=True))
     else:
         options["num_replicas"] = block.num_replicas or 1
     if gpus:
         # a stage that holds a GPU has its own placement group; bundle 0 equals the actor's options
         bundle = {"CPU": cpus, "GPU": gpus, **actor.resources, **({"memory": actor.memory} if actor.memory else {})}
+        if actor.accelerator_type:  # Ray turns it into this resource of the actor, which must find it in its bundle
+            bundle[f"accelerator_type:{actor.accelerator_type}"] = 0.001
         options["placement_group_bundles"] = [bundle]
         options["placement_group_strategy"] = block.placement_group_strategy or "STRICT_PACK"
     for name in ("max_replicas_per_node", "rolling_update_percentage", "max_surge_percent", "logging_config"):
-        if (value := block.model_dump()[name]) is not None:
+        if (value := block.model_dump(exclude_unset=True).get(name)) is not None:
             options[name] = value
     return ServeOptions(
         num_cpus=cpus,
@@ -157,9 +167,10 @@ def check_actual_options(stage: str, derived: ServeOptions) -> None:
     }
     if not derived.autoscaled:
         actual["num_replicas"] = (config.num_replicas, derived.num_replicas)
+    where = "ingress.deployment" if stage == "ingress" else f"stages.{stage}.deployment"
     problems = [
-        f"stage {stage!r} runs with {key} = {is_}, but {should} was derived from the deploy config; remove the "
-        f"deployments: block from the Serve config and set stages.{stage} in the deploy config"
+        f"deployment {stage!r} runs with {key} = {is_}, but {should} was derived from the deploy config; remove the "
+        f"deployments: block from the Serve config and set {where} in the deploy config"
         for key, (is_, should) in actual.items()
         if is_ is None or abs(is_ - should) > 1e-6
     ]

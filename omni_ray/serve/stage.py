@@ -36,6 +36,11 @@ class StageState:
     finished: int
     failed: int
     cancelled: int
+    messages: int
+
+
+class _ConsumerGone(Exception):
+    """The lifeline broke: nobody is left to answer."""
 
 
 class Stage:
@@ -95,12 +100,17 @@ class Stage:
             tasks = [asyncio.create_task(run.go())]
             if end is not None and caller.lifeline is not None:
                 tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
-                end.lost.add_done_callback(lambda lost: run.outbox.close(lost.exception()) if not lost.cancelled() else None)
+                end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone()))
             try:
                 async for batch in run.outbox.batches():
+                    self._totals["messages"] += 1
                     yield batch
             except SaturatedError as error:
                 yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
+            except _ConsumerGone:
+                self._totals["cancelled"] += 1
+                self._totals["finished"] -= 1
+                logger.info("request %s: its consumer %s is gone", envelope.request.request_id, caller.consumer)
             except OmniRayError:
                 raise
             except Exception as error:
@@ -138,7 +148,7 @@ class Stage:
     async def state(self) -> StageState:
         """Counters right now."""
         assert self._engine is not None
-        counts = {name: self._totals[name] for name in ("started", "finished", "failed", "cancelled")}
+        counts = {name: self._totals[name] for name in ("started", "finished", "failed", "cancelled", "messages")}
         return StageState(self._replica, self._ongoing.total(), self._engine.stats(), **counts)
 
     async def check_health(self) -> None:

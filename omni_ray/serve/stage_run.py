@@ -56,6 +56,7 @@ class StageRun:
         }
         self._asked = asyncio.Event()
         self._computed = False
+        self._cut_short = False
         self.outbox = Outbox(parts.streaming.coalesce_ms)
 
     async def go(self) -> None:
@@ -90,6 +91,8 @@ class StageRun:
                 if not opened:
                     self.outbox.put(self._parts.opened)
                     opened = True
+                if isinstance(output, Finish) and output.reason == "stop" and self._cut_short:
+                    output = replace(output, reason="length")
                 await self._send(stage.name, output)
         self._computed = True
         self._asked.set()  # an engine that never asked for input must not leave the pumps waiting
@@ -173,6 +176,8 @@ class StageRun:
         if self._wanted(event.stage, event.output):
             self.outbox.put(event)
         queue = self._queues.get(event.stage)
+        if queue is not None and isinstance(event.output, Finish):
+            self._cut_short |= event.output.reason == "length"  # what was made from a part is a part itself
         if queue is None or self._computed:
             received.read()
         else:

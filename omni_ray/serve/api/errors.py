@@ -17,9 +17,7 @@ log = logging.getLogger("omni_ray.ingress")
 
 def error_body(error: OmniRayError) -> dict[str, Any]:
     """OpenAI's body; ``code`` equals the HTTP status (C42)."""
-    return {
-        "error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.status}
-    }
+    return {"error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.status}}
 
 
 def error_headers(error: OmniRayError) -> dict[str, str]:
@@ -46,7 +44,9 @@ def public_error(error: Exception, request_id: str) -> OmniRayError:
 
 def invalid(error: ValidationError, prefix: str = "") -> InvalidRequestError:
     """The 400 for a pydantic error: the first problem's path and words, never the value (it may be audio)."""
-    return _first_problem([(item["loc"], item["type"], item["msg"]) for item in error.errors(include_input=False)], prefix)
+    return _first_problem(
+        [(item["loc"], item["type"], item["msg"]) for item in error.errors(include_input=False)], prefix
+    )
 
 
 def path_of(loc: Sequence[int | str], prefix: str = "") -> str:

@@ -54,17 +54,14 @@ class _Resumed:
 
 
 @contextlib.asynccontextmanager
-async def opened(events: AsyncIterator[OutputEvent]) -> AsyncIterator[AsyncIterator[OutputEvent]]:
+async def opened(events: AsyncGenerator[OutputEvent, None]) -> AsyncIterator[AsyncIterator[OutputEvent]]:
     """Waits for the first event, so that an error before it still decides the status; closes the stream at the end."""
-    try:
+    async with contextlib.aclosing(events):
         try:
             first = await anext(events)
         except StopAsyncIteration:
             raise StageFailedError("the pipeline ended without any output") from None
         yield _Resumed(first, events)
-    finally:
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
 
 
 class LiveResponse(Response):
@@ -75,7 +72,7 @@ class LiveResponse(Response):
         self._answer = answer
         self._info = info
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         work = asyncio.create_task(self._deliver(send))
         gone = asyncio.create_task(_until_disconnect(receive))
         try:

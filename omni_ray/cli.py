@@ -1,0 +1,177 @@
+"""``omni-ray``: list, plan, build, serve, doctor. Each command imports what it needs when it runs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from omni_ray import __version__
+from omni_ray.errors import ConfigError
+
+EPILOG = """exit codes: 0 done, 1 a check failed or the application did not start, 2 wrong arguments or configuration"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"omni-ray {args.command}: {len(error.problems)} problem(s)\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="omni-ray", description="Omni models as Ray Serve graphs.", epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"omni-ray {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    add = commands.add_parser("list", help="registered pipelines", description="Registered pipelines.")
+    _json(add)
+    add.set_defaults(run=_list)
+
+    add = commands.add_parser(
+        "plan",
+        help="what a pipeline would start, without starting anything",
+        description="Stages, engines, resources and edges; checks the deploy config. Needs no cluster, GPU or weights.",
+    )
+    _application(add)
+    _json(add)
+    add.set_defaults(run=_plan)
+
+    add = commands.add_parser(
+        "build",
+        help="write the Serve config for `serve deploy`",
+        description="Write the complete Serve config: all settings as args, no deployments block.",
+    )
+    _application(add)
+    add.add_argument("-o", "--output", metavar="FILE", help="where to write; standard output if left out")
+    add.set_defaults(run=_build)
+
+    add = commands.add_parser(
+        "serve",
+        help="serve a pipeline and stay in the foreground",
+        description="Start a local Ray cluster (or join --address), check that everything fits, serve, stop on Ctrl-C.",
+    )
+    _application(add)
+    add.add_argument("--host", default="127.0.0.1", help="HTTP address (default: %(default)s)")
+    add.add_argument("--port", type=int, default=8000, help="HTTP port (default: %(default)s)")
+    add.add_argument("--address", help="an existing Ray cluster, as for `ray.init`; the default starts a local one")
+    add.add_argument("--start-timeout", type=float, default=600, metavar="S", help="fail if not ready by then")
+    add.set_defaults(run=_serve)
+
+    add = commands.add_parser(
+        "doctor", help="check this machine", description="Check versions, packages, weights and limits of this machine."
+    )
+    _json(add)
+    add.set_defaults(run=_doctor)
+    return parser
+
+
+def _application(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pipeline", help="a name that `omni-ray list` shows")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="key=value", help="model=DIR_OR_HUB_ID deploy_config=FILE served_model_name=ID"
+    )
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _list(args: argparse.Namespace) -> int:
+    from omni_ray.registry import load_pipeline, pipeline_names
+
+    rows = []
+    for name in pipeline_names():
+        pipeline = load_pipeline(name)
+        rows.append(
+            {
+                "name": name,
+                "stages": [s.name for s in pipeline.topological()],
+                "outputs": list(pipeline.output_kinds()),
+                "description": pipeline.description,
+            }
+        )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            print(f"{row['name']:<14} {' -> '.join(row['stages'])}\n{'':<14} {row['description']}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from omni_ray.serve.report import plan_report
+
+    report = plan_report(args.pipeline, parse_arguments(args.arguments))
+    print(report.as_json() if args.json else report.as_text())
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    import yaml
+
+    from omni_ray.serve.config_file import serve_config
+    from omni_ray.serve.resolve import app_args, resolve
+
+    arguments = app_args(parse_arguments(args.arguments))
+    text = yaml.safe_dump(serve_config(resolve(args.pipeline, arguments), arguments), sort_keys=False)
+    if args.output is None:
+        print(text, end="")
+        return 0
+    with open(args.output, "w") as file:
+        file.write(text)
+    print(f"wrote {args.output}; deploy it with: serve deploy {args.output}", file=sys.stderr)
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from omni_ray.serve.local import serve_here
+
+    return serve_here(
+        args.pipeline,
+        parse_arguments(args.arguments),
+        host=args.host,
+        port=args.port,
+        address=args.address,
+        start_timeout_s=args.start_timeout,
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from omni_ray.doctor import examine
+
+    findings = examine()
+    if args.json:
+        print(json.dumps([f.as_row() for f in findings], indent=2))
+    else:
+        for finding in findings:
+            print(finding.as_line())
+    return 1 if any(f.status == "bad" for f in findings) else 0
+
+
+def parse_arguments(words: Sequence[str]) -> dict[str, str]:
+    """``key=value`` words as a mapping.
+
+    Raises:
+        ConfigError: a word without ``=``, or a key given twice.
+    """
+    given: dict[str, str] = {}
+    problems = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            problems.append(f"argument {word!r}: write key=value, for example deploy_config=deploy_configs/ramp.yaml")
+        elif key in given:
+            problems.append(f"argument {key!r} is given twice")
+        given[key] = value
+    if problems:
+        raise ConfigError(problems)
+    return given
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Batches of blocking steps: one worker thread, one step at a time, for whatever is ready when the step starts."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, ParamSpec, TypeVar
+
+from omni_ray.errors import StageFailedError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+
+class BatchLengthError(StageFailedError):
+    """A batch gave another number of outputs than it has items: whose is whose can not be told, so none is used."""
+
+
+@dataclass(slots=True)
+class _Work(Generic[Item, Result]):
+    item: Item
+    done: asyncio.Future[Result]
+
+
+class Batches(Generic[Item, Result]):
+    """Collects items of concurrent requests and computes them together, off the event loop.
+
+    A step that raises is taken apart: each of its items is computed alone, so only the guilty one fails. ``compute``
+    must therefore change nothing when it raises.
+    """
+
+    def __init__(
+        self, stage: str, compute: Callable[[Sequence[Item]], Sequence[Result]], check: Callable[[Result], Result]
+    ) -> None:
+        """Make the worker thread.
+
+        Args:
+            stage: for messages.
+            compute: one output per item, in order; blocking.
+            check: raises if one item's output is unfit.
+        """
+        self._stage = stage
+        self._compute = compute
+        self._check = check
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
+        self._waiting: list[_Work[Item, Result]] = []
+        self._running: list[_Work[Item, Result]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    async def run(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """``function`` in the worker thread, between steps."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    def after_step(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call ``function`` in the worker thread after the step in progress, without waiting for it."""
+        with suppress(RuntimeError):  # stopped meanwhile
+            self._thread.submit(function, *args, **kwargs)
+
+    async def submit(self, item: Item) -> Result:
+        """The item's output; raises what computing it raised.
+
+        Cancelling drops the item before its step; a step in progress ends for the others.
+
+        Raises:
+            StageFailedError: stopped, or the batch's outputs are not one per item.
+        """
+        if self._stopped:
+            raise StageFailedError(f"stage {self._stage} is stopped")
+        work = _Work[Item, Result](item, asyncio.get_running_loop().create_future())
+        self._waiting.append(work)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._steps())
+        return await work.done
+
+    def stop(self) -> None:
+        """Fail everything in hand and end the thread after its step."""
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel()
+        for work in (*self._running, *self._waiting):
+            if not work.done.done():
+                work.done.set_exception(StageFailedError(f"stage {self._stage} is stopped"))
+        self._thread.shutdown(wait=False)  # what is to run after the step still does
+
+    async def _steps(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            await asyncio.sleep(0)  # requests that became ready in this very turn of the loop join
+            self._running = [work for work in self._waiting if not work.done.done()]
+            self._waiting = []
+            if not self._running:
+                continue
+            results = await loop.run_in_executor(self._thread, self._step, [work.item for work in self._running])
+            for work, result in zip(self._running, results, strict=True):
+                if work.done.done():
+                    continue  # cancelled meanwhile
+                if isinstance(result, Exception):
+                    work.done.set_exception(result)
+                else:
+                    work.done.set_result(result)
+            self._running = []
+
+    def _step(self, items: Sequence[Item]) -> list[Result | Exception]:
+        """One step, in the thread; what failed comes back as the exception to raise in its own request."""
+        try:
+            outputs = self._compute(items)
+            if len(outputs) != len(items):
+                raise BatchLengthError(f"a batch of {len(items)} gave {len(outputs)} outputs")
+        except BatchLengthError as error:
+            return [StageFailedError(f"stage {self._stage}: {error}") for _ in items]
+        except Exception as error:
+            if len(items) == 1:
+                return [error]
+            return [self._step([item])[0] for item in items]
+        return [self._checked(output) for output in outputs]
+
+    def _checked(self, output: Result) -> Result | Exception:
+        try:
+            return self._check(output)
+        except Exception as error:
+            return error

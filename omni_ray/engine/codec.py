@@ -1,0 +1,260 @@
+"""The codec engine: decodes code frames or latents to sound, many requests in one batch, as they stream in.
+
+What a codec must be is ``Codec``; ``WindowCodec`` makes one of a decoder that keeps no state. The engine owns the rest:
+chunk sizes, batching, isolation of failures, the length limit. Stream and one call give the same samples, so chunk
+sizes are a matter of speed only.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_ray.engine.admission import Admission
+from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume
+from omni_ray.engine.batches import Batches, BatchLengthError
+from omni_ray.engine.options import CodecOptions
+from omni_ray.engine.rechunk import Rechunker, Units, array_of
+from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, FinishReason, Output, Request, Usage
+from omni_ray.errors import ConfigError, NonFiniteAudioError, StageFailedError
+
+Samples: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeItem:
+    """One request's part in a batch.
+
+    Attributes:
+        state: what ``Codec.open`` gave for the request.
+        units: the request's next frames or rows; possibly none, with ``last`` or at the end of a segment.
+        last: nothing follows: the tail is to be given too.
+    """
+
+    state: Any
+    units: Units
+    last: bool
+
+
+class Codec(ABC):
+    """The model side: built as ``model_cls(context)``, possibly before weights exist.
+
+    Attributes:
+        sample_rate: Hz. channels: of every output. Both are known after ``load``.
+        streaming: ``state`` carries state from call to call; ``window`` decodes again some frames of context (see
+            ``WindowCodec``); ``whole`` can not stream: it gets a request's frames, or a segment's rows, in one call.
+    """
+
+    sample_rate: int
+    channels: int = 1
+    streaming: ClassVar[Literal["state", "window", "whole"]]
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def load(self) -> None:
+        """Load weights and warm up; blocking, in the thread that decodes."""
+
+    @abstractmethod
+    def open(self, request: Request) -> Any:
+        """The state of a new request; cheap, on the event loop."""
+
+    @abstractmethod
+    def decode(self, items: Sequence[DecodeItem]) -> Sequence[Samples]:
+        """Decode one step of several requests, in the decoding thread.
+
+        Whatever raises must leave every state as it was: the engine then tries each item alone.
+
+        Args:
+            items: at most one per request.
+
+        Returns:
+            For each item, float32 [n] or [n, channels]: all samples that became final, so that the outputs of a
+            request's calls, one after the other, are what one call with all its units would have given.
+        """
+
+    def close(self, state: Any) -> None:  # noqa: B027 most codecs hold nothing
+        """The request is over, however it ended; runs in the decoding thread after any step in progress."""
+
+
+@dataclass(slots=True)
+class WindowState:
+    """Frames [n, codebooks] still needed, of which the first is frame ``start``; ``emitted`` counts samples."""
+
+    frames: NDArray[np.int64] | None = None
+    start: int = 0
+    emitted: int = 0
+
+
+class WindowCodec(Codec):
+    """A decoder without state: decodes each chunk together with frames before and after it, and keeps what is new.
+
+    Windows are stitched by absolute sample index: sample i belongs to frame ``i // samples_per_frame``, needs
+    ``min_left_context`` frames before that one and ``right_context`` after it. Decoders whose transposed convolutions
+    are trimmed give D samples less than ``frames * samples_per_frame``; the gap is at a window's end and the next
+    window fills it, so a stream lacks only the last D samples of the request, as one call does.
+
+    Attributes:
+        samples_per_frame: of the decoder.
+        min_left_context: frames of left context at which windows equal one call.
+        right_context: frames held back until they are no longer the newest.
+        left_context: frames of left context in use.
+    """
+
+    streaming = "window"
+    samples_per_frame: int
+    min_left_context: int = 0
+    right_context: int = 0
+
+    def __init__(self, context: EngineContext) -> None:
+        """Resolve the left context.
+
+        Raises:
+            ConfigError: ``engine.left_context`` is below ``min_left_context``.
+        """
+        super().__init__(context)
+        assert isinstance(context.options, CodecOptions)
+        chosen = context.options.left_context
+        if chosen is not None and chosen < self.min_left_context:
+            raise ConfigError(
+                [
+                    f"stage {context.stage.name!r}, engine.left_context: {chosen} is below {self.min_left_context},"
+                    f" the fewest frames at which {type(self).__name__} streams without clicks"
+                ]
+            )
+        self.left_context = self.min_left_context if chosen is None else chosen
+
+    @abstractmethod
+    def decode_windows(self, windows: Sequence[NDArray[np.int64]]) -> Sequence[Samples]:
+        """Decode windows [n, codebooks], of different n, to at most ``n * samples_per_frame`` samples each."""
+
+    def open(self, request: Request) -> WindowState:
+        """See ``Codec.open``."""
+        return WindowState()
+
+    def decode(self, items: Sequence[DecodeItem]) -> list[Samples]:
+        """See ``Codec.decode``."""
+        plans = [self._plan(item) for item in items]
+        windows = [plan.frames for plan, wanted in plans if wanted and plan.frames is not None]
+        outputs = self.decode_windows(windows) if windows else []
+        if len(outputs) != len(windows):
+            raise BatchLengthError(f"{len(windows)} windows were decoded to {len(outputs)} outputs")
+        pending = iter(outputs)
+        nothing = np.zeros((0, self.channels) if self.channels > 1 else 0, np.float32)
+        done = [
+            self._stitch(plan, next(pending), item.last) if wanted else (nothing, plan)
+            for item, (plan, wanted) in zip(items, plans, strict=True)
+        ]
+        for item, (_, state) in zip(items, done, strict=True):  # only now: a failed batch leaves no trace
+            item.state.frames, item.state.start, item.state.emitted = state.frames, state.start, state.emitted
+        return [samples for samples, _ in done]
+
+    def _plan(self, item: DecodeItem) -> tuple[WindowState, bool]:
+        """The state with the new frames in it, and whether decoding them would make samples final."""
+        assert isinstance(item.units, CodeFrameChunk)
+        state, new = item.state, item.units.frames
+        frames = new if state.frames is None else np.concatenate([state.frames, new])
+        plan = self._trim(WindowState(frames, state.start, state.emitted))
+        held_back = 0 if item.last else self.right_context
+        fresh = len(new) > 0 or self.right_context > 0
+        return plan, fresh and plan.emitted < (state.start + len(frames) - held_back) * self.samples_per_frame
+
+    def _stitch(self, plan: WindowState, window: Samples, last: bool) -> tuple[Samples, WindowState]:
+        assert plan.frames is not None
+        first, end = plan.start * self.samples_per_frame, plan.start + len(plan.frames)
+        available = first + len(window)
+        if available > end * self.samples_per_frame:
+            raise StageFailedError(f"a window of {len(plan.frames)} frames was decoded to {len(window)} samples")
+        until = available if last else min(available, (end - self.right_context) * self.samples_per_frame)
+        until = max(until, plan.emitted)
+        return window[plan.emitted - first : until - first], self._trim(replace(plan, emitted=until))
+
+    def _trim(self, state: WindowState) -> WindowState:
+        """Drop the frames that no sample to come needs."""
+        assert state.frames is not None
+        start = max(state.start, state.emitted // self.samples_per_frame - self.left_context)
+        return WindowState(state.frames[start - state.start :], start, state.emitted)
+
+
+class CodecEngine(Engine):
+    """Runs a ``Codec`` for many requests: one batch at a time, in one thread."""
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        assert isinstance(context.options, CodecOptions)
+        self._options = context.options
+        self._admission = Admission(context.stage.name, context.options)
+        self._codec: Codec = context.model_cls(context)
+        self._batches = Batches(context.stage.name, self._codec.decode, self._checked)
+
+    async def start(self) -> None:
+        """Load the codec in the thread that will decode."""
+        await self._batches.run(self._codec.load)
+
+    async def generate(
+        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
+    ) -> AsyncIterator[Output]:
+        """See ``Engine.generate``. Chunks follow the request's own schedule, whatever runs beside it."""
+        sizes = None if self._codec.streaming == "whole" else self._options.chunk_frames
+        reason: FinishReason = "stop"
+        rate, position, units = self._codec.sample_rate, 0, 0
+        limit = int(request.max_audio_seconds * rate)
+        async with self._admission.place(request):
+            state = self._codec.open(request)
+            try:
+                async with aclosing(_source(inputs)) as source, aclosing(_chunks(source, Rechunker(sizes))) as chunks:
+                    async for chunk, last in chunks:
+                        with self._admission.computing():
+                            samples = await self._batches.submit(DecodeItem(state, chunk, last))
+                        units += len(array_of(chunk))
+                        kept = samples[: limit - position]
+                        if len(kept):
+                            yield AudioChunk(position, kept, rate)
+                            position += len(kept)
+                        if len(kept) < len(samples):
+                            reason = "length"
+                            break
+                yield Finish(reason, Usage(audio_tokens=units))
+            finally:
+                self._batches.after_step(self._codec.close, state)
+
+    async def check_health(self) -> None:
+        """See ``Engine.check_health``."""
+        self._admission.check()
+
+    def stats(self) -> EngineStats:
+        """See ``Engine.stats``."""
+        return self._admission.stats()
+
+    async def stop(self) -> None:
+        """See ``Engine.stop``."""
+        self._batches.stop()
+
+    def _checked(self, output: Samples) -> Samples:
+        stage, channels, samples = self.context.stage.name, self._codec.channels, np.asarray(output, np.float32)
+        if samples.shape[1:] != (channels,) and not (channels == 1 and samples.ndim == 1):
+            raise StageFailedError(f"stage {stage}: samples of shape {samples.shape} for {channels} channels")
+        if not np.isfinite(samples).all():
+            raise NonFiniteAudioError(f"stage {stage} produced samples that are not finite")
+        return samples
+
+
+def _source(inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
+    """The only input; typed loosely, because ``AsyncIterator`` does not declare the ``aclose`` that ours have."""
+    (source,) = inputs.values()
+    return source
+
+
+async def _chunks(source: AsyncIterator[Units], rechunker: Rechunker) -> AsyncGenerator[tuple[Units, bool], None]:
+    """Chunks, and whether nothing follows. Flushes once, on normal end; an upstream error passes through."""
+    async for unit in source:
+        for chunk in rechunker.push(unit):
+            yield chunk, False
+    rest = rechunker.flush()
+    if rest is not None:
+        yield rest, True

@@ -1,0 +1,73 @@
+"""``POST /v1/chat/completions``."""
+
+import contextlib
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from omni_ray.serve.api import sse
+from omni_ray.serve.api.body import ignored_header, read_json, with_extras
+from omni_ray.serve.api.chat_chunks import ChatShapes
+from omni_ray.serve.api.chat_models import ChatBody
+from omni_ray.serve.api.chat_request import ChatCall, chat_route_exists, read_chat
+from omni_ray.serve.api.deltas import deltas_of
+from omni_ray.serve.api.errors import error_body, public_error
+from omni_ray.serve.api.ingress import Ingress
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.media import decode_clips
+from omni_ray.serve.api.request_log import RequestInfo, info_of
+from omni_ray.serve.api.schema import json_body
+from omni_ray.serve.api.sound import Sound
+
+_PCM_RATE_HZ = 24_000  # OpenAI's pcm16 is 24 kHz mono, and a chat chunk has no field that could say otherwise
+
+
+def chat_routes(ingress: Ingress) -> APIRouter:
+    """The route, with the model's extra fields in its body."""
+    router = APIRouter()
+    model = with_extras(ChatBody, ingress.dispatcher.extras)
+
+    @router.post("/chat/completions", openapi_extra=json_body(model))
+    async def create_chat_completion(request: Request) -> Response:
+        """Text and speech from a chat; streamed as server-sent events."""
+        chat_route_exists(ingress)
+        body = await read_json(request, model, ingress.dispatcher.config.max_body_mb)
+        info = info_of(request)
+        return LiveResponse(_answer(ingress, read_chat(ingress, body, info), info), info)
+
+    return router
+
+
+async def _answer(ingress: Ingress, call: ChatCall, info: RequestInfo) -> Answer:
+    dispatcher = ingress.dispatcher
+    clips = await decode_clips(dispatcher, call.clips)
+    shapes = ChatShapes(call, dispatcher.model_name, int(time.time()))
+    headers = ignored_header(iter(call.ignored))
+    pcm = call.format == "pcm"
+    async with contextlib.AsyncExitStack() as stack:
+        sound = None
+        if "audio" in call.modalities:
+            sound = Sound(
+                call.format, streamed=call.stream, sample_rate=_PCM_RATE_HZ if pcm else None, mono=pcm, info=info
+            )
+            stack.enter_context(contextlib.closing(sound))
+        events = await stack.enter_async_context(
+            opened(dispatcher.stream(call.request, call.plan, clips, info.traceparent))
+        )
+        deltas = await stack.enter_async_context(contextlib.aclosing(deltas_of(events, call.plan, sound)))
+        if not call.stream:
+            whole = sse.json_bytes(await shapes.whole(deltas))
+            yield Head("application/json", {"Content-Length": str(len(whole)), **headers})
+            yield whole
+            return
+        yield Head(sse.CONTENT_TYPE, {**sse.HEADERS, **headers}, heartbeat=True)
+        yield shapes.first()
+        try:
+            async for delta in deltas:
+                for piece in shapes.pieces(delta):
+                    yield piece
+        except Exception as error:
+            info.outcome = type(error).__name__
+            yield sse.data(error_body(public_error(error, info.request_id)))
+        yield sse.DONE

@@ -1,0 +1,80 @@
+"""OpenAI messages -> the stages' messages, with the clips they hold counted in order of appearance."""
+
+from collections.abc import Sequence
+
+from omni_ray.config.deploy import IngressConfig
+from omni_ray.engine.types import MediaPart, Message, TextPart
+from omni_ray.errors import InvalidRequestError
+from omni_ray.serve.api.chat_models import ChatMessage, ContentPart
+from omni_ray.serve.api.ingress import is_blank
+from omni_ray.serve.api.media import EncodedClip
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def read_messages(
+    messages: Sequence[ChatMessage], limits: IngressConfig
+) -> tuple[tuple[Message, ...], tuple[EncodedClip, ...]]:
+    """Checks roles, contents and limits (C47, C55); decodes nothing yet.
+
+    Raises:
+        InvalidRequestError: naming the message and field.
+    """
+    if len(messages) > limits.max_messages:
+        raise InvalidRequestError(
+            f"messages: {len(messages)} are more than the {limits.max_messages} allowed", "messages"
+        )
+    clips: list[EncodedClip] = []
+    read = tuple(_message(message, f"messages[{i}]", limits, clips) for i, message in enumerate(messages))
+    if read[-1].role == "assistant":
+        param = f"messages[{len(read) - 1}].role"
+        raise InvalidRequestError(f"{param}: the last message must not be the assistant's", param)
+    return read, tuple(clips)
+
+
+def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: list[EncodedClip]) -> Message:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise _error(f"{where}.role", f"{message.role!r:.40} is not supported here; roles: {', '.join(_ROLES)}")
+    if message.tool_calls or message.function_call is not None:
+        raise _error(
+            f"{where}.{'tool_calls' if message.tool_calls else 'function_call'}", "tools are not supported here"
+        )
+    if message.content is None:
+        raise _error(
+            f"{where}.content", "is required: a string or a list of parts; earlier audio is not kept by its id"
+        )
+    content = tuple(_part(part, role, f"{where}.content[{i}]", clips) for i, part in enumerate(message.content))
+    texts = [part.text for part in content if isinstance(part, TextPart)]
+    if len(texts) == len(content) and is_blank("".join(texts)):
+        raise _error(f"{where}.content", "is empty")
+    if sum(map(len, texts)) > limits.max_text_chars:
+        raise _error(f"{where}.content", f"has more than the {limits.max_text_chars} characters allowed")
+    return Message(role, content)
+
+
+def _part(part: ContentPart, role: str, where: str, clips: list[EncodedClip]) -> TextPart | MediaPart:
+    if part.type == "text":
+        if part.text is None:
+            raise _error(f"{where}.text", "field required")
+        return TextPart(part.text)
+    if part.type == "input_audio":
+        if part.input_audio is None:
+            raise _error(f"{where}.input_audio", "field required")
+        clip = EncodedClip(f"{where}.input_audio.data", part.input_audio.data)
+    elif part.type == "audio_url":
+        if part.audio_url is None:
+            raise _error(f"{where}.audio_url", "field required")
+        clip = EncodedClip(f"{where}.audio_url.url", part.audio_url.url)
+        if not part.audio_url.url[:5].lower() == "data:":
+            raise _error(clip.param, "media by URL is off; send a base64 data: URL")
+    else:
+        raise _error(f"{where}.type", f"{part.type!r:.40} is not supported here; types: text, input_audio, audio_url")
+    if role != "user":
+        raise _error(where, f"audio may only be in user messages, not in the {role}'s")
+    clips.append(clip)
+    return MediaPart("audio", len(clips) - 1)
+
+
+def _error(param: str, words: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}: {words}", param)

@@ -1,0 +1,30 @@
+"""``GET /health`` (this process lives) and ``GET /ready`` (every stage answers)."""
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+from omni_ray.errors import NotReadyError
+from omni_ray.serve.api.errors import error_body, error_headers
+from omni_ray.serve.api.ingress import Ingress
+
+
+def health_routes(ingress: Ingress) -> APIRouter:
+    """The routes; they ask for no key."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        """Liveness: says nothing about stages."""
+        return {"status": "healthy"}
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        """Readiness: 503 with the stages that do not answer, and why."""
+        readiness = await ingress.dispatcher.readiness()
+        if readiness.ready:
+            return JSONResponse({"status": "ready", "waiting": {}})
+        error = NotReadyError(f"waiting for {', '.join(readiness.waiting) or 'stages'}")
+        body = {"status": "waiting", "waiting": dict(readiness.waiting), **error_body(error)}
+        return JSONResponse(body, error.status, error_headers(error))
+
+    return router

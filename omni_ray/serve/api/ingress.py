@@ -1,0 +1,81 @@
+"""What every route works with, and the checks all of them share."""
+
+import secrets
+import time
+import unicodedata
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_ray.config.pipeline import OutputKind, RequestPart
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.types import Message, Request
+from omni_ray.errors import InvalidRequestError, NotFoundError
+from omni_ray.serve.api.keys import ApiKeys, ServedSeconds
+from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.dispatcher import Dispatcher
+from omni_ray.serve.planner import Plan
+
+MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1  # larger numbers mean "no limit" and are clamped, so that no engine overflows
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ingress:
+    """One application's HTTP side."""
+
+    dispatcher: Dispatcher
+    keys: ApiKeys
+    served: ServedSeconds = field(default_factory=ServedSeconds)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, model: str) -> None:
+        """``NotFoundError`` for every id but the served one."""
+        if model != self.dispatcher.model_name:
+            raise NotFoundError(f"model {model!r:.80} does not exist; served: {self.dispatcher.model_name}", "model")
+
+    def route_plan(self, output: OutputKind, part: RequestPart) -> Plan:
+        """The plan of a route that always makes ``output`` from ``part``.
+
+        Raises:
+            NotFoundError: the pipeline cannot, so this route does not exist here.
+        """
+        try:
+            return self.dispatcher.plan({output}, {part})
+        except InvalidRequestError as error:
+            raise NotFoundError(f"this model has no such route: {error.message}") from error
+
+    def new_request(
+        self,
+        info: RequestInfo,
+        *,
+        seed: int | None,
+        priority: int,
+        extras: dict[str, Any],
+        sampling: SamplingParams,
+        messages: tuple[Message, ...] = (),
+        speech_text: str | None = None,
+        voice: str | None = None,
+        speed: float = 1.0,
+        language: str | None = None,
+    ) -> Request:
+        """The request as stages see it; a missing seed is drawn here (C38)."""
+        return Request(
+            request_id=info.request_id,
+            seed=secrets.randbelow(MAX_SEED + 1) if seed is None else seed,
+            priority=priority,
+            served_s=self.served.of(info.api_key),
+            messages=messages,
+            speech_text=speech_text,
+            voice=voice,
+            speed=speed,
+            language=language,
+            sampling=sampling,
+            max_audio_seconds=self.dispatcher.max_audio_seconds,
+            extras=extras,
+        )
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing to say: only blanks, controls and invisible characters (C47)."""
+    return all(unicodedata.category(char) in ("Zs", "Zl", "Zp", "Cc", "Cf") for char in text)

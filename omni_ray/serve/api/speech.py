@@ -1,0 +1,114 @@
+"""``POST /v1/audio/speech`` and ``GET /v1/audio/voices``."""
+
+import base64
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from omni_ray.errors import NotFoundError
+from omni_ray.serve.api import sse
+from omni_ray.serve.api.body import ignored_header, read_json, with_extras
+from omni_ray.serve.api.deltas import AudioDelta, Delta, Ended, deltas_of
+from omni_ray.serve.api.errors import error_body, public_error
+from omni_ray.serve.api.ingress import Ingress
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.request_log import RequestInfo, info_of
+from omni_ray.serve.api.schema import json_body
+from omni_ray.serve.api.sound import Sound
+from omni_ray.serve.api.speech_request import Delivery, SpeechBody, SpeechCall, read_speech
+from omni_ray.serve.api.usage import speech_usage
+from omni_ray.serve.api.voices import voices_body
+from omni_ray.serve.planner import Plan
+
+
+def speech_routes(ingress: Ingress) -> APIRouter:
+    """The routes, with the model's extra fields in the speech body."""
+    router = APIRouter()
+    extras = ingress.dispatcher.extras
+    model = with_extras(SpeechBody, extras)
+
+    @router.post("/audio/speech", openapi_extra=json_body(model))
+    async def create_speech(request: Request) -> Response:
+        """Speech from text: raw bytes as they are made, server-sent events, or one whole file."""
+        plan = ingress.route_plan("audio", "speech_text")
+        body = await read_json(request, model, ingress.dispatcher.config.max_body_mb)
+        info = info_of(request)
+        return LiveResponse(_answer(ingress, read_speech(ingress, body, info, extras), plan, info), info)
+
+    @router.get("/audio/voices")
+    async def list_voices() -> dict[str, Any]:
+        """The voices of the served model."""
+        if "audio" not in ingress.dispatcher.pipeline.output_kinds():
+            raise NotFoundError(f"this model has no such route: {ingress.dispatcher.model_name} makes no audio")
+        return voices_body(ingress.dispatcher.pipeline.voices)
+
+    return router
+
+
+async def _answer(ingress: Ingress, call: SpeechCall, plan: Plan, info: RequestInfo) -> Answer:
+    streamed = call.delivery is not Delivery.WHOLE
+    ignored = ignored_header(iter(call.ignored))
+    stream = ingress.dispatcher.stream(call.request, plan, (), info.traceparent)
+    async with contextlib.AsyncExitStack() as stack:
+        sound = Sound(call.format, streamed=streamed, sample_rate=call.sample_rate, mono=False, info=info)
+        stack.enter_context(contextlib.closing(sound))
+        events = await stack.enter_async_context(opened(stream))
+        deltas = await stack.enter_async_context(contextlib.aclosing(deltas_of(events, plan, sound)))
+        if call.delivery is Delivery.WHOLE:
+            whole, end = await _collect(deltas)
+            headers = {"Content-Length": str(len(whole)), **_sound_headers(sound), **ignored}
+            if end.reason == "length":
+                headers["x-omni-ray-truncated"] = "true"
+            yield Head(call.content_type, headers)
+            yield whole
+            return
+        first = await anext(deltas)  # the sample rate is known with the first sound, and only then
+        headers = {**sse.HEADERS, **_sound_headers(sound), **ignored}
+        if call.delivery is Delivery.RAW:
+            yield Head(call.content_type, headers)
+            for piece in _raw(first):
+                yield piece
+            async for delta in deltas:
+                for piece in _raw(delta):
+                    yield piece
+            return
+        yield Head(sse.CONTENT_TYPE, headers, heartbeat=True)
+        yield _event(first)
+        try:
+            async for delta in deltas:
+                yield _event(delta)
+        except Exception as error:
+            info.outcome = type(error).__name__
+            shown = error_body(public_error(error, info.request_id))
+            yield sse.event({"type": "speech.audio.error", **shown})
+
+
+async def _collect(deltas: AsyncIterator[Delta]) -> tuple[bytes, Ended]:
+    pieces: list[bytes] = []
+    end: Ended | None = None
+    async for delta in deltas:
+        if isinstance(delta, AudioDelta):
+            pieces.append(delta.data)
+        elif isinstance(delta, Ended):
+            end = delta
+    assert end is not None
+    return b"".join(pieces), end
+
+
+def _raw(delta: Delta) -> list[bytes]:
+    return [delta.data] if isinstance(delta, AudioDelta) else []
+
+
+def _event(delta: Delta) -> bytes:
+    if isinstance(delta, AudioDelta):
+        return sse.event({"type": "speech.audio.delta", "audio": base64.b64encode(delta.data).decode()})
+    assert isinstance(delta, Ended)
+    truncated = {"truncated": True} if delta.reason == "length" else {}
+    return sse.event({"type": "speech.audio.done", "usage": speech_usage(delta.usage), **truncated})
+
+
+def _sound_headers(sound: Sound) -> Mapping[str, str]:
+    return {"X-Sample-Rate": str(sound.sample_rate), "X-Channels": str(sound.channels), "X-Bit-Depth": "16"}

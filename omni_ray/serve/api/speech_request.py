@@ -1,0 +1,150 @@
+"""The JSON body of ``POST /v1/audio/speech``, and everything its answer needs, decided before any stage is called."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from omni_ray.audio import find_format, open_encoder
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.types import Request
+from omni_ray.errors import InvalidRequestError
+from omni_ray.serve.api.body import OpenAIModel, extras_of, unknown_fields
+from omni_ray.serve.api.errors import invalid
+from omni_ray.serve.api.ingress import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Ingress, is_blank
+from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.voices import resolve_voice
+
+SAMPLE_RATES_HZ = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
+_MAX_INSTRUCTIONS = 4096
+_LANGUAGE = re.compile(r"[A-Za-z]{2,3}")
+
+
+class SpeechBody(OpenAIModel):
+    """OpenAI's fields and ours: ``stream``, ``sample_rate``, ``seed``, ``language``, ``extra_params``, ``priority``."""
+
+    model: str
+    input: str
+    voice: Any = None
+    response_format: Any = Field(default=None, description="mp3 (default), opus, flac, wav or pcm")
+    speed: float | None = Field(default=None, ge=0.25, le=4)
+    stream_format: Any = Field(default=None, description='"audio" (default): raw bytes; "sse": events')
+    stream: bool | None = Field(default=None, description="true alone means sse; false: the whole file at once")
+    sample_rate: int | None = None
+    instructions: str | None = Field(default=None, max_length=_MAX_INSTRUCTIONS)
+    language: str | None = None
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    extra_params: SamplingParams | None = None
+    max_new_tokens: int | None = None
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+
+class Delivery(Enum):
+    """How the sound leaves."""
+
+    WHOLE = "whole"
+    RAW = "raw"
+    SSE = "sse"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechCall:
+    """A speech request that can be answered. ``sample_rate`` None is the model's own."""
+
+    request: Request
+    delivery: Delivery
+    format: str
+    content_type: str
+    sample_rate: int | None
+    ignored: tuple[str, ...]
+
+
+def read_speech(
+    ingress: Ingress, body: SpeechBody, info: RequestInfo, extras: Mapping[str, type[BaseModel]]
+) -> SpeechCall:
+    """Validates ``body``; raises ``InvalidRequestError`` naming the field, or ``NotFoundError`` for the model."""
+    dispatcher = ingress.dispatcher
+    ingress.check_model(body.model)
+    limit = dispatcher.config.max_speech_chars
+    if len(body.input) > limit:
+        raise InvalidRequestError(f"input: has {len(body.input)} characters, more than the {limit} allowed", "input")
+    if is_blank(body.input):
+        raise InvalidRequestError("input: holds nothing to say", "input")
+    voice = None
+    if "voice" in body.model_fields_set:
+        voice = resolve_voice(dispatcher.pipeline.voices, body.voice, "voice")
+    wanted = "mp3" if body.response_format is None else body.response_format
+    delivery = _delivery(body, wanted)
+    format = find_format(wanted, streamed=False, param="response_format")
+    if body.sample_rate is not None:
+        _check_rate(body.sample_rate, format.name, delivery)
+    return SpeechCall(
+        request=ingress.new_request(
+            info,
+            seed=body.seed,
+            priority=body.priority or 0,
+            extras=extras_of(body, extras),
+            sampling=_sampling(body),
+            speech_text=body.input,
+            voice=voice,
+            speed=1.0 if body.speed is None else body.speed,
+            language=read_language(body.language),
+        ),
+        delivery=delivery,
+        format=format.name,
+        content_type=format.content_type,
+        sample_rate=body.sample_rate,
+        ignored=(*unknown_fields(body), *_known_but_ignored(body)),
+    )
+
+
+def read_language(language: str | None) -> str | None:
+    """A lower-case ISO 639 code; empty is none."""
+    if not language:
+        return None
+    if not _LANGUAGE.fullmatch(language):
+        raise InvalidRequestError("language: must be an ISO 639-1 code, such as en", "language")
+    return language.lower()
+
+
+def _delivery(body: SpeechBody, format: Any) -> Delivery:
+    """``stream_format`` decides; ``stream: true`` alone is SSE (contract choice 1)."""
+    asked = body.stream_format
+    if asked is not None and asked not in ("audio", "sse"):
+        raise InvalidRequestError(f"stream_format: {asked!r:.40} is unknown; one of: audio, sse", "stream_format")
+    if asked == "sse" and body.stream is False:
+        raise InvalidRequestError("stream: false contradicts stream_format sse", "stream")
+    if asked == "sse" or (asked is None and body.stream):
+        find_format(format, streamed=True, param="response_format")
+        return Delivery.SSE
+    found = find_format(format, streamed=body.stream is True, param="response_format")
+    return Delivery.RAW if found.streamable and body.stream is not False else Delivery.WHOLE
+
+
+def _check_rate(rate: int, format: str, delivery: Delivery) -> None:
+    if rate not in SAMPLE_RATES_HZ:
+        listed = ", ".join(map(str, SAMPLE_RATES_HZ))
+        raise InvalidRequestError(f"sample_rate: {rate} is not supported; one of: {listed}", "sample_rate")
+    try:
+        open_encoder(format, sample_rate=rate, channels=1, streamed=delivery is not Delivery.WHOLE).close()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"sample_rate: {error.message}", "sample_rate") from error
+
+
+def _sampling(body: SpeechBody) -> SamplingParams:
+    said = body.extra_params or SamplingParams()
+    limit = said.max_tokens if body.max_new_tokens is None else body.max_new_tokens
+    if said.max_tokens not in (None, limit):
+        raise InvalidRequestError("max_new_tokens: differs from extra_params.max_tokens", "max_new_tokens")
+    try:
+        return SamplingParams(max_tokens=None if limit is None else min(limit, MAX_TOKENS)).over(said)
+    except ValidationError as error:
+        raise InvalidRequestError(f"max_new_tokens: {invalid(error).message[12:]}", "max_new_tokens") from error
+
+
+def _known_but_ignored(body: SpeechBody) -> Iterator[str]:
+    if body.instructions:
+        yield "instructions"

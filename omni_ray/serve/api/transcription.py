@@ -1,0 +1,67 @@
+"""``POST /v1/audio/transcriptions``."""
+
+import contextlib
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from omni_ray.serve.api import sse
+from omni_ray.serve.api.body import ignored_header
+from omni_ray.serve.api.deltas import Ended, SegmentDelta, deltas_of
+from omni_ray.serve.api.errors import error_body, public_error
+from omni_ray.serve.api.ingress import Ingress
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.media import decode_clips
+from omni_ray.serve.api.request_log import RequestInfo, info_of
+from omni_ray.serve.api.schema import form_body
+from omni_ray.serve.api.transcript import Transcript
+from omni_ray.serve.api.transcription_request import TranscriptionCall, TranscriptionForm, read_transcription
+from omni_ray.serve.planner import Plan
+
+
+def transcription_routes(ingress: Ingress) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/audio/transcriptions", openapi_extra=form_body(TranscriptionForm))
+    async def create_transcription(request: Request) -> Response:
+        """Text from an uploaded audio file."""
+        plan = ingress.route_plan("transcript", "input_audio")
+        info = info_of(request)
+        call = await read_transcription(ingress, request, info)
+        return LiveResponse(_answer(ingress, call, plan, info), info)
+
+    return router
+
+
+async def _answer(ingress: Ingress, call: TranscriptionCall, plan: Plan, info: RequestInfo) -> Answer:
+    dispatcher = ingress.dispatcher
+    clips = await decode_clips(dispatcher, [call.clip])
+    headers = ignored_header(iter(call.ignored))
+    transcript = Transcript(
+        duration_s=len(clips[0].samples) / clips[0].sample_rate,
+        language=call.request.language,
+        temperature=call.request.sampling.temperature or 0.0,
+    )
+    async with (
+        opened(dispatcher.stream(call.request, plan, clips, info.traceparent)) as events,
+        contextlib.aclosing(deltas_of(events, plan, None)) as deltas,
+    ):
+        if not call.stream:
+            async for delta in deltas:
+                if isinstance(delta, SegmentDelta):
+                    transcript.add(delta.segment)
+            content_type, whole = transcript.whole(call.response_format)
+            yield Head(content_type, {"Content-Length": str(len(whole)), **headers})
+            yield whole
+            return
+        yield Head(sse.CONTENT_TYPE, {**sse.HEADERS, **headers}, heartbeat=True)
+        try:
+            async for delta in deltas:
+                if isinstance(delta, SegmentDelta):
+                    yield transcript.delta_event(delta.segment)
+                elif isinstance(delta, Ended):
+                    yield transcript.done_event(delta.usage)
+        except Exception as error:
+            info.outcome = type(error).__name__
+            yield sse.event({"type": "error", **error_body(public_error(error, info.request_id))})

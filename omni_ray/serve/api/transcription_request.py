@@ -1,0 +1,127 @@
+"""The form of ``POST /v1/audio/transcriptions``: the upload is kept in memory under a cap, fields are checked."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request as HttpRequest
+
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.types import Request
+from omni_ray.errors import InvalidRequestError, PayloadTooLargeError
+from omni_ray.serve.api.body import MB, limited
+from omni_ray.serve.api.errors import invalid
+from omni_ray.serve.api.ingress import Ingress
+from omni_ray.serve.api.media import EncodedClip
+from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.speech_request import read_language
+
+ResponseFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
+
+
+class TranscriptionForm(BaseModel):
+    """Form fields are text, so numbers and booleans are read from words."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    model: str
+    language: str | None = None
+    response_format: ResponseFormat = "json"
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionCall:
+    """A transcription request that can be answered."""
+
+    request: Request
+    clip: EncodedClip
+    response_format: ResponseFormat
+    stream: bool
+    ignored: tuple[str, ...]
+
+
+class _MemoryParser(MultiPartParser):
+    """Never writes an upload to disk; the body's own limit bounds the memory."""
+
+    spool_max_size = 2**40
+
+
+async def read_transcription(ingress: Ingress, http: HttpRequest, info: RequestInfo) -> TranscriptionCall:
+    """Reads and validates the form; raises ``InvalidRequestError`` naming the field."""
+    config = ingress.dispatcher.config
+    form = await _read_form(http, config.max_body_mb)
+    async with contextlib.aclosing(_Closing(form)):
+        return await _read_fields(ingress, form, info)
+
+
+class _Closing:
+    def __init__(self, form: FormData) -> None:
+        self._form = form
+
+    async def aclose(self) -> None:
+        await self._form.close()
+
+
+async def _read_form(http: HttpRequest, max_mb: float) -> FormData:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise InvalidRequestError(f"the content type {kind!r:.80} is not supported; send multipart/form-data")
+    async with contextlib.aclosing(limited(http, max_mb)) as pieces:
+        try:
+            return await _MemoryParser(http.headers, pieces, max_files=4, max_fields=64).parse()
+        except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+            words = error.message if isinstance(error, MultiPartException) else "its headers are incomplete"
+            raise InvalidRequestError(f"the form cannot be read: {words}") from error
+
+
+async def _read_fields(ingress: Ingress, form: FormData, info: RequestInfo) -> TranscriptionCall:
+    fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str)}
+    try:
+        read = TranscriptionForm.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error) from error
+    ingress.check_model(read.model)
+    _refuse_what_cannot_be_honoured(form, read)
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequestError("file: an uploaded audio file is required", "file")
+    max_mb = ingress.dispatcher.config.max_audio_mb
+    if (file.size or 0) > max_mb * MB:
+        raise PayloadTooLargeError(f"file: exceeds the limit of {max_mb:g} MB", "file")
+    return TranscriptionCall(
+        request=ingress.new_request(
+            info,
+            seed=None,
+            priority=0,
+            extras={},
+            sampling=SamplingParams(temperature=read.temperature),
+            language=read_language(read.language),
+        ),
+        clip=EncodedClip("file", await file.read()),
+        response_format=read.response_format,
+        stream=read.stream,
+        ignored=tuple(_ignored(form)),
+    )
+
+
+def _refuse_what_cannot_be_honoured(form: FormData, read: TranscriptionForm) -> None:
+    words = [*form.getlist("timestamp_granularities[]"), *form.getlist("timestamp_granularities")]
+    if any(word != "segment" for word in words):
+        raise InvalidRequestError("timestamp_granularities: only segment can be honoured", "timestamp_granularities")
+    if form.getlist("include[]") or form.getlist("include"):
+        raise InvalidRequestError("include: cannot be honoured by this server; leave it out", "include")
+    if read.stream and read.response_format not in ("json", "text"):
+        raise InvalidRequestError(
+            f"response_format: {read.response_format} cannot be streamed; one of: json, text", "response_format"
+        )
+
+
+def _ignored(form: FormData) -> Iterator[str]:
+    known = {"file", "timestamp_granularities[]", "timestamp_granularities", *TranscriptionForm.model_fields}
+    return (name.removesuffix("[]") for name in cast("list[str]", list(form)) if name not in known)

@@ -1,0 +1,140 @@
+"""``omni-ray plan``: what a pipeline would start, as text for people and JSON for scripts."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from omni_ray.registry import engine_entry
+from omni_ray.serve.cluster import needs
+from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One deployment in the report."""
+
+    name: str
+    engine: str
+    model: str
+    output: str
+    replicas: int
+    resources: dict[str, float]
+    placement_group: list[dict[str, float]]
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRow:
+    """One edge in the report."""
+
+    source: str
+    target: str
+    processor: str
+    schema_version: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """What one kind of request runs through."""
+
+    takes: str
+    makes: str
+    stages: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything ``omni-ray plan`` says."""
+
+    pipeline: str
+    description: str
+    model: str | None
+    stages: list[StageRow]
+    ingress: StageRow
+    edges: list[EdgeRow]
+    requests: list[RequestRow]
+    total: dict[str, float]
+
+    def as_json(self) -> str:
+        """For scripts."""
+        return json.dumps(asdict(self), indent=2)
+
+    def as_text(self) -> str:
+        """For people."""
+        lines = [f"{self.pipeline}: {self.description}", f"model: {self.model or 'from installed packages, or none'}"]
+        lines += ["", f"{'deployment':<12} {'engine':<12} {'model class':<18} {'replicas':>8}  each replica"]
+        for row in (*self.stages, self.ingress):
+            each = ", ".join(f"{amount:g} {name}" for name, amount in row.resources.items())
+            group = f"  placement group {row.placement_group}" if row.placement_group else ""
+            lines.append(f"{row.name:<12} {row.engine:<12} {row.model:<18} {row.replicas:>8}  {each}{group}")
+        lines += ["", "in all: " + ", ".join(f"{amount:g} {name}" for name, amount in self.total.items())]
+        lines += ["", "edges"]
+        for edge in self.edges:
+            name = edge.processor.rpartition(":")[2]
+            lines.append(f"  {edge.source} -> {edge.target}: {name}, schema {edge.schema_version}, {edge.transport}")
+        lines += ["", "requests"]
+        lines += [f"  {r.takes} -> {r.makes}: {' -> '.join(r.stages)}" for r in self.requests]
+        return "\n".join(lines)
+
+
+def plan_report(name: str, given: Mapping[str, str]) -> Report:
+    """Resolve and report; ``ConfigError`` with every problem."""
+    args = app_args(given)
+    app = resolve(name, args)
+    total: dict[str, float] = {}
+    for need in needs(app):
+        for resource, amount in need.each.items():
+            total[resource] = round(total.get(resource, 0) + amount * need.replicas, 3)
+    return Report(
+        pipeline=app.pipeline.name,
+        description=app.pipeline.description,
+        model=args.model or app.config.model,
+        stages=_stage_rows(app),
+        ingress=StageRow(
+            "ingress", "http", "-", "-", app.ingress.derived.num_replicas, dict(needs(app)[-1].each), [], 0
+        ),
+        edges=[
+            EdgeRow(
+                edge.source,
+                stage.name,
+                edge.processor,
+                edge.schema_version,
+                "request" if edge.source == "request" else "actor path, object refs" if edge.carries_refs else "gRPC",
+            )
+            for stage in app.pipeline.topological()
+            for edge in stage.inputs
+        ],
+        requests=_request_rows(app),
+        total=total,
+    )
+
+
+def _stage_rows(app: ResolvedApp) -> list[StageRow]:
+    rows = []
+    for spec, need in zip(app.stages, needs(app), strict=False):
+        stage = app.pipeline.stage(spec.stage)
+        rows.append(
+            StageRow(
+                name=stage.name,
+                engine=engine_entry(stage, app.config.stage(stage.name).engine.get("name"))[0],
+                model=stage.model_arch,
+                output=stage.engine_output_type,
+                replicas=need.replicas,
+                resources=dict(need.each),
+                placement_group=spec.derived.serve.get("placement_group_bundles", []),
+                max_num_seqs=spec.engine_options.max_num_seqs,
+            )
+        )
+    return rows
+
+
+def _request_rows(app: ResolvedApp) -> list[RequestRow]:
+    rows: dict[tuple[str, str], RequestRow] = {}
+    for plan in app.plans:
+        parts = {
+            p for part in plan.stages for i in part.edges for p in app.pipeline.stage(part.name).inputs[i].parts
+        }
+        row = RequestRow(" + ".join(sorted(parts)), " + ".join(kind for kind, _ in plan.outputs), list(plan.names()))
+        rows[row.takes, row.makes] = row
+    return list(rows.values())

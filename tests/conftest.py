@@ -1,0 +1,136 @@
+"""Fixtures: one Ray cluster per session with its own ports, and applications served on it over HTTP."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+MAX_APPS = 3
+"""Applications kept alive at once: every replica is a process of some 90 MB."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Served:
+    """An application of a test: where it answers and how to look inside."""
+
+    name: str
+    url: str
+
+    def client(self, timeout: float = 60) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=timeout)
+
+    def async_client(self, timeout: float = 60) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits)
+
+    def states(self, stage: str) -> list[Any]:
+        """``StageState`` of every replica of ``stage``; from a thread, because Serve refuses to block a running loop."""
+        from ray import serve
+
+        def ask() -> list[Any]:
+            return list(serve.get_deployment_handle(stage, self.name).broadcast("state").results(timeout_s=20))
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(ask).result()
+
+    def ongoing(self) -> dict[str, int]:
+        """Requests alive in each stage, over all its replicas."""
+        return {
+            stage: sum(s.ongoing + s.engine.running + s.engine.queued for s in self.states(stage))
+            for stage in self.stages()
+        }
+
+    def stages(self) -> list[str]:
+        from ray import serve
+
+        return [n for n in serve.status().applications[self.name].deployments if n != "ingress"]
+
+    def replicas(self) -> dict[str, list[str]]:
+        """Replica tags of every stage."""
+        return {stage: sorted(s.replica for s in self.states(stage)) for stage in self.stages()}
+
+    def pids(self, stage: str) -> list[int]:
+        """Process ids of the stage's replicas."""
+        import psutil
+
+        title = f"ServeReplica:{self.name}:{stage}"
+        return [p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].endswith(title)]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """A Ray cluster of this session alone; yields the base URL of its HTTP proxy."""
+    import ray
+    from ray import serve
+
+    port = free_port()
+    ray.init(
+        address="local",
+        num_cpus=64,
+        include_dashboard=False,
+        object_store_memory=400 * 2**20,
+        log_to_driver=False,
+        logging_level="error",
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+
+
+Serving = Callable[..., Served]
+
+
+@pytest.fixture(scope="session")
+def serving(cluster: str) -> Iterator[Serving]:
+    """``serving("ramp", {deploy config})``: that application, started once and shared by all tests that ask for it."""
+    import json
+
+    from ray import serve
+
+    from omni_ray.serve.builder import build_application
+    from omni_ray.serve.resolve import AppArgs
+
+    alive: dict[str, Served] = {}
+
+    def start(pipeline: str, config: dict[str, Any] | None = None) -> Served:
+        config = {**(config or {})}
+        config["ingress"] = {"grace_s": 2, **config.get("ingress", {})}
+        key = json.dumps([pipeline, config], sort_keys=True)
+        if key in alive:
+            alive[key] = alive.pop(key)
+            return alive[key]
+        while len(alive) >= MAX_APPS:
+            serve.delete(alive.pop(next(iter(alive))).name)
+        name = f"{pipeline}_{abs(hash(key)) % 10**8}"
+        serve.run(build_application(pipeline, AppArgs(deploy_config=config)), name=name, route_prefix=f"/{name}")
+        alive[key] = Served(name, f"{cluster}/{name}")
+        wait_until(lambda: httpx.get(f"{alive[key].url}/ready").status_code == 200, 30)
+        return alive[key]
+
+    yield start
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> float:
+    """Poll until ``condition``; returns how long it took, fails after ``seconds``."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"not true within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - started

@@ -1,0 +1,141 @@
+"""``ramp`` through real Ray Serve over HTTP: the stream equals the oracle byte for byte."""
+
+import asyncio
+import base64
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+import soundfile
+
+from omni_ray.models.ramp import oracle
+from tests.conftest import Served, Serving
+
+TEXT = "one two three four"
+
+
+def speech(text: str = TEXT, **more: Any) -> dict[str, Any]:
+    return {"model": "ramp", "input": text, "voice": "a", "response_format": "pcm", "stream_format": "audio", **more}
+
+
+def chat(text: str = TEXT, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "ramp",
+        "messages": [{"role": "user", "content": text}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "a", "format": "pcm16"},
+        "stream": True,
+        **more,
+    }
+
+
+def parse_sse(body: str) -> list[dict[str, Any]]:
+    """The JSON objects of an OpenAI stream; it ends with exactly one ``[DONE]``."""
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+    assert lines.count("[DONE]") == 1
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def heard(chunks: list[dict[str, Any]]) -> tuple[bytes, str]:
+    """PCM and text of a chat stream."""
+    pcm, text = b"", ""
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            text += delta.get("content") or ""
+            pcm += base64.b64decode((delta.get("audio") or {}).get("data") or "")
+    return pcm, text
+
+
+async def ask_speech(client: httpx.AsyncClient, text: str, **more: Any) -> bytes:
+    response = await client.post("/v1/audio/speech", json=speech(text, **more))
+    assert response.status_code == 200, response.text
+    return response.content
+
+
+async def ask_chat(client: httpx.AsyncClient, text: str, **more: Any) -> tuple[bytes, str]:
+    response = await client.post("/v1/chat/completions", json=chat(text, **more))
+    assert response.status_code == 200, response.text
+    return heard(parse_sse(response.text))
+
+
+def config(chunk: int, replicas: int, width: int = 3) -> dict[str, Any]:
+    stages = {name: {"deployment": {"num_replicas": replicas}} for name in ("thinker", "talker", "code2wav")}
+    stages["code2wav"]["engine"] = {"chunk_frames": [chunk]}
+    stages["thinker"]["engine"] = {"latent_width": width}
+    return {"stages": stages}
+
+
+@pytest.mark.parametrize(("chunk", "replicas"), [(1, 1), (4, 2), (25, 2), (25, 1)])
+async def test_stream_equals_oracle(serving: Serving, chunk: int, replicas: int) -> None:
+    """PCM byte for byte at 1 and 16 concurrent requests; every sample carries its own request's tag (C01, C02)."""
+    app = serving("ramp", config(chunk, replicas))
+    async with app.async_client() as client:
+        assert await ask_speech(client, TEXT) == oracle.pcm(TEXT)
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+        texts = [f"request {k} " + "word " * (k % 7 + 1) for k in range(16)]
+        answers = await asyncio.gather(*(ask_speech(client, t, voice="abcdefgh"[k % 8]) for k, t in enumerate(texts)))
+        for k, (text, pcm) in enumerate(zip(texts, answers, strict=True)):
+            assert pcm == oracle.pcm(text, "abcdefgh"[k % 8]), f"request {k} was answered with somebody else's samples"
+        spoken = await asyncio.gather(*(ask_chat(client, t.strip()) for t in texts))
+        assert spoken == [(oracle.pcm(t.strip()), t.strip()) for t in texts]
+
+
+async def test_buffered_answer_is_the_collected_stream(serving: Serving) -> None:
+    """C17, C18: the same samples streamed, buffered, as wav, and inside a chat completion."""
+    app = serving("ramp", config(4, 2))
+    text = " ".join(["word"] * 40)
+    async with app.async_client() as client:
+        wav = await client.post("/v1/audio/speech", json=speech(text, response_format="wav", stream_format="audio"))
+        samples, rate = soundfile.read(io.BytesIO(wav.content), dtype="int16")
+        assert (rate, samples.tobytes()) == (24000, oracle.pcm(text))
+        answer = (await client.post("/v1/chat/completions", json=chat(text, stream=False))).json()
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == text
+    assert base64.b64decode(choice["message"]["audio"]["data"]) == oracle.pcm(text)
+    assert answer["usage"]["completion_tokens_details"]["audio_tokens"] == 120
+
+
+async def test_text_only_never_calls_the_talker(serving: Serving) -> None:
+    """C44: with modalities ["text"] the talker and the codec see nothing."""
+    app = serving("ramp", config(4, 2))
+    before = [sum(s.started for s in app.states(stage)) for stage in ("talker", "code2wav")]
+    async with app.async_client() as client:
+        answer = await client.post("/v1/chat/completions", json=chat(modalities=["text"], audio=None, stream=False))
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+    assert [sum(s.started for s in app.states(stage)) for stage in ("talker", "code2wav")] == before
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 40), (3, 7)])
+async def test_deficit_and_lookahead_lose_no_sample(serving: Serving, size: tuple[int, int]) -> None:
+    """C19, C21: windows that come back 555 samples short cost 555 samples once, for every length of text."""
+    app = serving(
+        "ramp", {"stages": {"code2wav": {"engine": {"deficit": 555, "lookahead": 2, "chunk_frames": [4, 10]}}}}
+    )
+    async with app.async_client() as client:
+        texts = [" ".join(["w"] * n) for n in range(size[0], size[1] + 1)]
+        answers = await asyncio.gather(*(ask_speech(client, t) for t in texts))
+    assert answers == [oracle.pcm(t, deficit=555) for t in texts]
+
+
+async def test_async_chunk_off_gives_the_same_bytes(serving: Serving) -> None:
+    """A processor that gets everything at once must yield what it yields in pieces."""
+    app = serving("ramp", {"async_chunk": False})
+    async with app.async_client() as client:
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+
+
+async def test_one_message_per_chunk_and_hop(serving: Serving) -> None:
+    """A handle hop adds at most one message per chunk: events are coalesced, the first one goes at once."""
+    app: Served = serving("ramp", config(25, 1))
+    text = " ".join(["word"] * 200)
+    sent = {stage: sum(s.messages for s in app.states(stage)) for stage in ("talker", "code2wav")}
+    async with app.async_client() as client:
+        assert await ask_speech(client, text) == oracle.pcm(text)
+    frames = 600
+    sent = {stage: sum(s.messages for s in app.states(stage)) - n for stage, n in sent.items()}
+    assert sent["code2wav"] <= frames / 25 + 2
+    assert sent["talker"] <= frames / 25 + 2
