@@ -65,6 +65,19 @@ class Served:
         """Replica tags of every stage."""
         return {stage: sorted(s.replica for s in self.states(stage)) for stage in self.stages()}
 
+    def settled(self, stage: str, replicas: int) -> set[str]:
+        """Replica tags of ``stage`` once ``replicas`` of them answer; dead ones linger in Serve's tables a while."""
+        from ray.exceptions import RayActorError
+
+        def all_answer() -> bool:
+            try:
+                return len(self.states(stage)) == replicas
+            except RayActorError:
+                return False
+
+        wait_until(all_answer, 30)
+        return {s.replica for s in self.states(stage)}
+
     def pids(self, stage: str) -> list[int]:
         """Process ids of the stage's replicas."""
         import psutil

@@ -14,7 +14,7 @@ class StrictModel(BaseModel):
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """``did you mean 'talker'? known: code2wav, talker, thinker`` for an unknown ``name``."""
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(names) or 'none'}"

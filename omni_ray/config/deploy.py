@@ -143,6 +143,15 @@ def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[An
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"key {twice!r} is given twice")
+    return made
+
+
 Source = str | Path | Mapping[str, Any] | None
 
 
@@ -163,7 +172,7 @@ def read_deploy_config(source: Source) -> tuple[str, dict[str, Any]]:
     if text.lstrip().startswith("{"):
         where = "deploy_config"
         try:
-            loaded = json.loads(text)
+            loaded = json.loads(text, object_pairs_hook=_unique_pairs)
         except ValueError as error:
             raise ConfigError([f"{where}: not valid JSON: {error}"]) from error
     else:
@@ -199,18 +208,23 @@ def valid_part(raw: Mapping[str, Any]) -> DeployConfig:
         try:
             return DeployConfig.model_validate(kept)
         except ValidationError as error:
-            for item in error.errors():
-                _drop(kept, item["loc"])
+            _drop(kept, error.errors()[0]["loc"])
 
 
 def _drop(mapping: dict[Any, Any], loc: tuple[int | str, ...]) -> None:
-    """Delete the deepest key of ``mapping`` that ``loc`` leads to."""
-    key = next((k for k in mapping if str(k) == str(loc[0])), None)
-    below = mapping.get(key)
-    if isinstance(below, dict) and any(str(k) == str(part) for k in below for part in loc[1:2]):
-        _drop(below, loc[1:])
+    """Delete the deepest key of ``mapping`` that ``loc`` leads to; everything if it leads nowhere."""
+    key = _key_at(mapping, loc)
+    if key is None:
+        mapping.clear()
+    elif isinstance(mapping[key], dict) and _key_at(mapping[key], loc[1:]) is not None:
+        _drop(mapping[key], loc[1:])
     else:
-        mapping.pop(key, None)
+        del mapping[key]
+
+
+def _key_at(mapping: Mapping[Any, Any], loc: Sequence[int | str]) -> Any:
+    """The key that pydantic calls ``loc[0]``; it writes keys that are no strings in its own way."""
+    return next((key for key in mapping for part in loc[:1] if str(part) in (str(key), repr(key))), None)
 
 
 def validation_problems(
@@ -238,6 +252,8 @@ def validation_problems(
                 )
             else:
                 out.append(f"{where}: {key}: unknown key {last!r}; {suggest(last, owner.model_fields)}")
+        elif item["type"] == "invalid_key" or "[key]" in item["loc"]:
+            out.append(f"{where}: {key}: a key must be a name, got {_short(item['input'])}")
         elif item["type"] in ("model_type", "dict_type"):
             inside = _model_at(model, loc)
             known = f" with keys {', '.join(inside.model_fields)}" if inside is not None else ""

@@ -179,6 +179,8 @@ class PipelineConfig(StrictModel):
                         out.append(f"{key}.carries_refs: a request edge has no upstream stage")
                 elif edge.source not in names:
                     out.append(f"{key}.source: unknown stage {edge.source!r}; {suggest(edge.source, names)}")
+                elif (first := [e.source for e in stage.inputs].index(edge.source)) < i:
+                    out.append(f"{key}.source: {edge.source!r} feeds this stage already by inputs[{first}]")
                 if ":" not in edge.processor:
                     out.append(f"{key}.processor: {edge.processor!r} is no 'module:function'")
         for kind in self.output_kinds():
@@ -190,6 +192,10 @@ class PipelineConfig(StrictModel):
         if self.voices.default is not None and self.voices.default not in self.voices.names:
             known = suggest(self.voices.default, self.voices.names)
             out.append(f"pipeline {self.name!r}: voices.default {self.voices.default!r} is unknown; {known}")
+        for alias, voice in self.voices.aliases.items():
+            if voice not in self.voices.names:
+                known = suggest(voice, self.voices.names)
+                out.append(f"pipeline {self.name!r}: voices.aliases.{alias}: unknown voice {voice!r}; {known}")
         if not out:
             try:
                 self.topological()

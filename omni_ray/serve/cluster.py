@@ -1,6 +1,6 @@
 """Whether a live cluster can hold an application: what each deployment needs beside what there is."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ def check_fits(app: ResolvedApp, available: Mapping[str, float]) -> None:
         ConfigError: naming each deployment, what it needs and what the cluster has in all; Serve itself would wait for
             ever.
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     problems = []
     for need in needs(app):
         for resource, amount in need.each.items():

@@ -74,9 +74,13 @@ class Opened:
     schema_versions: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutputEvent:
-    """An output of ``stage``. With ``ref``, the latent's rows (``ref_bytes`` bytes) are empty here and lie behind it."""
+    """An output of ``stage``. With ``ref``, the latent's rows (``ref_bytes`` bytes) are empty here and lie behind it.
+
+    Not frozen: a stream that ended badly sets ``ref`` to None, because a traceback may know the event for long and a
+    ref that anybody knows keeps its object in the store.
+    """
 
     stage: str
     output: Output

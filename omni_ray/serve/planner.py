@@ -96,9 +96,8 @@ def make_plan(pipeline: PipelineConfig, outputs: Collection[OutputKind], parts: 
     )
     best = min(plans, key=lambda plan: len(plan.stages), default=None)
     if best is None:
-        raise InvalidRequestError(
-            f"pipeline {pipeline.name} cannot make {' and '.join(sorted(outputs))} from {' and '.join(sorted(parts))}"
-        )
+        given = " and ".join(sorted(parts)) or "nothing"
+        raise InvalidRequestError(f"pipeline {pipeline.name} cannot make {' and '.join(sorted(outputs))} from {given}")
     return best
 
 
@@ -144,14 +143,13 @@ def _walk(pipeline: PipelineConfig, choice: _Choice, outputs: tuple[tuple[Output
     ends = sorted(set(carrier.values()))
     if len(ends) != 1:
         return None
+    # a stage with one consumer that takes refs may send refs, to whoever reads it further down as well
+    referenced = {edge.source for edges in fed.values() for edge in edges if edge.carries_refs}
     stages = []
     for i, stage in enumerate(order):
-        upstream = _upstream(stage.name, calls)
         later = {edge.source for after in order[i + 1 :] for edge in fed[after.name]}
-        by_reference = any(
-            edge.carries_refs and edge.source in upstream for after in order[i + 1 :] for edge in fed[after.name]
-        )
-        feeds = frozenset(upstream & later)
+        feeds = frozenset(_upstream(stage.name, calls) & later)
+        by_reference = bool(feeds & referenced)
         stages.append(PlanStage(stage.name, choice[stage.name], calls[stage.name], feeds, by_reference))
     by_need = sorted(order, key=lambda s: (not s.owns_tokenizer, s.execution_type != StageExecutionType.LLM_AR))
     return Plan(ends[0], outputs, tuple(stages), by_need[0].name)

@@ -40,7 +40,7 @@ class RayActorOptions(StrictModel):
     runtime_env: dict[str, Any] | None = None
 
 
-class StrictAutoscaling(AutoscalingConfig):
+class StrictAutoscaling(AutoscalingConfig):  # type: ignore[misc]
     """Ray Serve's own model drops unknown keys silently; this one refuses them."""
 
     model_config = ConfigDict(extra="forbid")

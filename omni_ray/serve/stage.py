@@ -17,6 +17,7 @@ from omni_ray.errors import OmniRayError, SaturatedError, StageFailedError
 from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
+from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import StageClient
@@ -68,6 +69,8 @@ class Stage:
             )
         )
         await engine.start()
+        self._collector = RefCollector()
+        self._collector.freeze()
         self._engine = engine
         self._parts = StageParts(
             stage=self._stage,
@@ -96,7 +99,7 @@ class Stage:
         """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""
         async with self._counted(envelope.request):
             end = ProducerEnd(self._window) if caller.lifeline is not None else None
-            run = StageRun(self._parts, envelope, end)
+            run, complete = StageRun(self._parts, envelope, end), False
             tasks = [asyncio.create_task(run.go())]
             if end is not None and caller.lifeline is not None:
                 tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
@@ -105,6 +108,7 @@ class Stage:
                 async for batch in run.outbox.batches():
                     self._totals["messages"] += 1
                     yield batch
+                complete = True
             except SaturatedError as error:
                 yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
             except _ConsumerGone:
@@ -121,6 +125,9 @@ class Stage:
                     task.cancel()
                 with suppress(asyncio.CancelledError):
                     await asyncio.gather(*tasks, return_exceptions=True)
+                if run.refs_travel and not complete:
+                    run.abandon()
+                    self._collector.soon()
 
     @asynccontextmanager
     async def _counted(self, request: Request) -> AsyncIterator[None]:

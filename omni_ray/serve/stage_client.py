@@ -7,7 +7,7 @@ the cancellation in ``finally`` (``break`` and ``del`` do not cancel a Serve str
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +75,23 @@ class StageClient:
             SaturatedError, NotReadyError, ReplicaDiedError, StageTimeoutError, StageFailedError: see ``errors``.
         """
         by_reference = envelope.plan.stage(self.stage).by_reference or envelope.holds_refs()
-        async with AsyncExitStack() as stack:
-            end = await stack.enter_async_context(self._lifelines.open()) if by_reference else None
-            caller = Caller(self._consumer, end.address if end else None)
-            handle = self._by_reference if by_reference else self._by_value
-            response = handle.remote(envelope, caller)
-            stack.callback(response.cancel)
-            limit = self._streaming.first_chunk_timeout_s
-            events = response.__aiter__()
+        if by_reference:
+            async with self._lifelines.open() as end:
+                async with aclosing(self._events(self._by_reference, envelope, end)) as events:
+                    async for received in events:
+                        yield received
+        else:
+            async with aclosing(self._events(self._by_value, envelope, None)) as events:
+                async for received in events:
+                    yield received
+
+    async def _events(
+        self, handle: DeploymentHandle, envelope: Envelope, end: ConsumerEnd | None
+    ) -> AsyncGenerator[Received, None]:
+        limit = self._streaming.first_chunk_timeout_s
+        response = handle.remote(envelope, Caller(self._consumer, end.address if end else None))
+        events = response.__aiter__()
+        try:
             while True:
                 try:
                     async with asyncio.timeout(limit):
@@ -98,6 +107,8 @@ class StageClient:
                         raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
                     yield Received(event, end)
                 limit = self._streaming.idle_timeout_s
+        finally:
+            response.cancel()
 
     def _mapped(self, error: BaseException) -> BaseException:
         """Our error for whatever the handle raised."""

@@ -57,6 +57,8 @@ class StageRun:
         self._asked = asyncio.Event()
         self._computed = False
         self._cut_short = False
+        self._refs: list[OutputEvent] = []
+        self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms)
 
     async def go(self) -> None:
@@ -75,6 +77,11 @@ class StageRun:
             raise
         else:
             self.outbox.close()
+
+    def abandon(self) -> None:
+        """The stream ended badly: let go of every ref, whoever still knows its event."""
+        for event in self._refs:
+            event.ref = None
 
     def _upstream_wanted(self) -> bool:
         """Whether something further down still takes outputs that come from upstream through this stage."""
@@ -119,7 +126,9 @@ class StageRun:
             return
         if self._end is not None and isinstance(output, LatentChunk) and large(output, self._parts.streaming.inline_bytes):
             await self._end.acquire(output.rows.nbytes)
-            self.outbox.put(await store_output(stage, output))
+            event = await store_output(stage, output)
+            self._refs.append(event)
+            self.outbox.put(event)
         else:
             self.outbox.put(OutputEvent(stage, output))
 
@@ -158,6 +167,8 @@ class StageRun:
         while (received := await queue.get()) is not None:
             event = received.event
             assert isinstance(event, OutputEvent) and not isinstance(event.output, Finish)
+            if event.ref_bytes and event.ref is None:
+                continue  # its producer abandoned the stream; the error follows
             yield event.output if event.ref is None else await load_output(event)
             received.read()  # the consumer came back for more
 
@@ -173,6 +184,8 @@ class StageRun:
                     self._pass_on(received.event, received)
 
     def _pass_on(self, event: OutputEvent, received: Received) -> None:
+        if event.ref is not None:
+            self._refs.append(event)
         if self._wanted(event.stage, event.output):
             self.outbox.put(event)
         queue = self._queues.get(event.stage)

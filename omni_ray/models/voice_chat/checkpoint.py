@@ -218,8 +218,8 @@ def _convert(destination: Path, progress: Progress) -> None:
 
     destination.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=THINKER_GGUF)
-    # transformers takes every GGUF "gpt2" tokenizer for plain GPT-2. This file's `tokenizer.ggml.pre` is "smollm", which
-    # splits digits first (llama.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM): "a  1" would else get other tokens than in training.
+    # transformers takes every GGUF "gpt2" tokenizer for plain GPT-2. This file's `tokenizer.ggml.pre` is "smollm": it
+    # splits digits first (llama.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM), else "a  1" gets other tokens than in training.
     split = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     tokenizer.backend_tokenizer.pre_tokenizer = split
     tokenizer.save_pretrained(destination)

@@ -108,7 +108,7 @@ class SlotLlama:
         return F.linear(hidden, self.head).float()
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Like transformers' ``apply_rotary_pos_emb``: ``roll`` swaps the halves, ``rotate_half``'s sign is in ``sin``."""
+        """As transformers' ``apply_rotary_pos_emb``: ``roll`` swaps halves, ``rotate_half``'s sign is in ``sin``."""
         return torch.addcmul(x * cos, x.roll(self.head_dim // 2, -1), sin)
 
 

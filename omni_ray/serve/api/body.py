@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from starlette.requests import Request
 
 from omni_ray.errors import ConfigError, InvalidRequestError, PayloadTooLargeError
-from omni_ray.serve.api.errors import invalid
+from omni_ray.serve.api.errors import invalid, shown
 
 MB = 2**20
 IGNORED_HEADER = "x-omni-ray-ignored"
@@ -64,7 +64,7 @@ async def read_json(request: Request, model: type[Model], max_mb: float) -> Mode
     """The JSON body as a ``model``, strictly: no "1.5" for a number, no NaN, no nesting without end (C50)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise InvalidRequestError(f"the content type {kind!r:.80} is not supported; send application/json")
+        raise InvalidRequestError(f"the content type {shown(kind)} is not supported; send application/json")
     async with contextlib.aclosing(limited(request, max_mb)) as pieces:
         raw = b"".join([piece async for piece in pieces])
     try:

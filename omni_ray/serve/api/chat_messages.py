@@ -6,6 +6,7 @@ from omni_ray.config.deploy import IngressConfig
 from omni_ray.engine.types import MediaPart, Message, TextPart
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.chat_models import ChatMessage, ContentPart
+from omni_ray.serve.api.errors import shown
 from omni_ray.serve.api.ingress import is_blank
 from omni_ray.serve.api.media import EncodedClip
 
@@ -35,7 +36,7 @@ def read_messages(
 def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: list[EncodedClip]) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
-        raise _error(f"{where}.role", f"{message.role!r:.40} is not supported here; roles: {', '.join(_ROLES)}")
+        raise _error(f"{where}.role", f"{shown(message.role)} is not supported here; roles: {', '.join(_ROLES)}")
     if message.tool_calls or message.function_call is not None:
         raise _error(
             f"{where}.{'tool_calls' if message.tool_calls else 'function_call'}", "tools are not supported here"
@@ -69,7 +70,7 @@ def _part(part: ContentPart, role: str, where: str, clips: list[EncodedClip]) ->
         if not part.audio_url.url[:5].lower() == "data:":
             raise _error(clip.param, "media by URL is off; send a base64 data: URL")
     else:
-        raise _error(f"{where}.type", f"{part.type!r:.40} is not supported here; types: text, input_audio, audio_url")
+        raise _error(f"{where}.type", f"{shown(part.type)} is not supported here; types: text, input_audio, audio_url")
     if role != "user":
         raise _error(where, f"audio may only be in user messages, not in the {role}'s")
     clips.append(clip)

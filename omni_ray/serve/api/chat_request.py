@@ -14,7 +14,7 @@ from omni_ray.errors import InvalidRequestError, NotFoundError
 from omni_ray.serve.api.body import extras_of, unknown_fields
 from omni_ray.serve.api.chat_messages import read_messages
 from omni_ray.serve.api.chat_models import AudioOptions, ChatBody
-from omni_ray.serve.api.errors import invalid
+from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.ingress import MAX_TOKENS, Ingress
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.request_log import RequestInfo
@@ -96,7 +96,7 @@ def _modalities(ingress: Ingress, asked: Any) -> frozenset[Modality]:
     if not isinstance(wanted, list) or any(item not in supported for item in wanted):
         said = " (the default)" if missing else ""
         raise InvalidRequestError(
-            f"modalities: {wanted!r:.60}{said} is not supported; a list of: {', '.join(supported)}", "modalities"
+            f"modalities: {shown(wanted)}{said} is not supported; a list of: {', '.join(supported)}", "modalities"
         )
     return frozenset(m for m in supported if m in wanted)
 

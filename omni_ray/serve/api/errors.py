@@ -1,6 +1,7 @@
 """OpenAI error bodies: the only place where an exception becomes an answer."""
 
 import logging
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,11 @@ def invalid(error: ValidationError, prefix: str = "") -> InvalidRequestError:
     return _first_problem(
         [(item["loc"], item["type"], item["msg"]) for item in error.errors(include_input=False)], prefix
     )
+
+
+def shown(value: object) -> str:
+    """A client's value for a message, cut short before it is written out."""
+    return reprlib.repr(value)
 
 
 def path_of(loc: Sequence[int | str], prefix: str = "") -> str:

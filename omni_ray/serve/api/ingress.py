@@ -10,6 +10,7 @@ from omni_ray.config.pipeline import OutputKind, RequestPart
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Message, Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
+from omni_ray.serve.api.errors import shown
 from omni_ray.serve.api.keys import ApiKeys, ServedSeconds
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.dispatcher import Dispatcher
@@ -32,7 +33,7 @@ class Ingress:
     def check_model(self, model: str) -> None:
         """``NotFoundError`` for every id but the served one."""
         if model != self.dispatcher.model_name:
-            raise NotFoundError(f"model {model!r:.80} does not exist; served: {self.dispatcher.model_name}", "model")
+            raise NotFoundError(f"model {shown(model)} does not exist; served: {self.dispatcher.model_name}", "model")
 
     def route_plan(self, output: OutputKind, part: RequestPart) -> Plan:
         """The plan of a route that always makes ``output`` from ``part``.

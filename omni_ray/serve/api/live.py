@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -100,6 +101,8 @@ class LiveResponse(Response):
                     assert isinstance(piece, bytes)
                     await writer.write(piece)
                 await writer.end()
+            except ClientDisconnect:
+                raise
             except Exception as error:
                 self._info.outcome = type(error).__name__
                 raise AbortedResponse(public_error(error, self._info.request_id).message) from error
@@ -119,13 +122,18 @@ class _Writer:
 
     async def write(self, piece: bytes) -> None:
         if piece:
-            async with self._lock:
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-                self._sent_at = asyncio.get_running_loop().time()
+            await self._body(piece, more=True)
 
     async def end(self) -> None:
+        await self._body(b"", more=False)
+
+    async def _body(self, piece: bytes, more: bool) -> None:
         async with self._lock:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            try:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+            except OSError as error:
+                raise ClientDisconnect() from error
+            self._sent_at = asyncio.get_running_loop().time()
 
     async def ping(self) -> None:
         while True:

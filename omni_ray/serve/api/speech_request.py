@@ -13,7 +13,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.body import OpenAIModel, extras_of, unknown_fields
-from omni_ray.serve.api.errors import invalid
+from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.ingress import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Ingress, is_blank
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.voices import resolve_voice
@@ -114,7 +114,7 @@ def _delivery(body: SpeechBody, format: Any) -> Delivery:
     """``stream_format`` decides; ``stream: true`` alone is SSE (contract choice 1)."""
     asked = body.stream_format
     if asked is not None and asked not in ("audio", "sse"):
-        raise InvalidRequestError(f"stream_format: {asked!r:.40} is unknown; one of: audio, sse", "stream_format")
+        raise InvalidRequestError(f"stream_format: {shown(asked)} is unknown; one of: audio, sse", "stream_format")
     if asked == "sse" and body.stream is False:
         raise InvalidRequestError("stream: false contradicts stream_format sse", "stream")
     if asked == "sse" or (asked is None and body.stream):

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
@@ -14,7 +14,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError, PayloadTooLargeError
 from omni_ray.serve.api.body import MB, limited
-from omni_ray.serve.api.errors import invalid
+from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.ingress import Ingress
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.request_log import RequestInfo
@@ -56,22 +56,16 @@ async def read_transcription(ingress: Ingress, http: HttpRequest, info: RequestI
     """Reads and validates the form; raises ``InvalidRequestError`` naming the field."""
     config = ingress.dispatcher.config
     form = await _read_form(http, config.max_body_mb)
-    async with contextlib.aclosing(_Closing(form)):
+    try:
         return await _read_fields(ingress, form, info)
-
-
-class _Closing:
-    def __init__(self, form: FormData) -> None:
-        self._form = form
-
-    async def aclose(self) -> None:
-        await self._form.close()
+    finally:
+        await form.close()
 
 
 async def _read_form(http: HttpRequest, max_mb: float) -> FormData:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
-        raise InvalidRequestError(f"the content type {kind!r:.80} is not supported; send multipart/form-data")
+        raise InvalidRequestError(f"the content type {shown(kind)} is not supported; send multipart/form-data")
     async with contextlib.aclosing(limited(http, max_mb)) as pieces:
         try:
             return await _MemoryParser(http.headers, pieces, max_files=4, max_fields=64).parse()
@@ -124,4 +118,4 @@ def _refuse_what_cannot_be_honoured(form: FormData, read: TranscriptionForm) -> 
 
 def _ignored(form: FormData) -> Iterator[str]:
     known = {"file", "timestamp_granularities[]", "timestamp_granularities", *TranscriptionForm.model_fields}
-    return (name.removesuffix("[]") for name in cast("list[str]", list(form)) if name not in known)
+    return (name.removesuffix("[]") for name in form if name not in known)

@@ -4,6 +4,7 @@ from typing import Any
 
 from omni_ray.config.pipeline import Voices
 from omni_ray.errors import InvalidRequestError
+from omni_ray.serve.api.errors import shown
 
 
 def resolve_voice(voices: Voices, value: Any, param: str) -> str:
@@ -20,7 +21,7 @@ def resolve_voice(voices: Voices, value: Any, param: str) -> str:
         if wanted in table:
             return table[wanted]
     listed = ", ".join((*voices.names, *voices.aliases)) or "none, leave the field out"
-    raise InvalidRequestError(f"{param}: {name!r:.60} is not a voice of this model; voices: {listed}", param)
+    raise InvalidRequestError(f"{param}: {shown(name)} is not a voice of this model; voices: {listed}", param)
 
 
 def voices_body(voices: Voices) -> dict[str, Any]:

@@ -123,6 +123,7 @@ async def post(fake: FakeDispatcher, body: Any) -> Any:
         ({"fault": {}}, 400, "fault.at"),
         ({"fault": {"at": 1, "typo": 2}}, 400, "fault.typo"),
         ({"audio": {"voice": "zz"}}, 400, "audio.voice"),
+        ({"audio": {"voice": None}}, 400, "audio.voice"),
         ({"modalities": ["audio"], "audio": {"voice": "a", "format": "aac"}}, 400, "audio.format"),
         ({"modalities": ["audio"], "audio": {"format": "flac"}, "stream": True}, 400, "audio.format"),
         ({"modalities": ["audio"], "audio": {"format": 1}}, 400, "audio.format"),

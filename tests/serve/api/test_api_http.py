@@ -231,11 +231,15 @@ def test_an_extra_may_not_shadow_a_field() -> None:
 class Wire:
     """Drives the ASGI application by hand: sends one request, records what is sent, leaves when told."""
 
-    def __init__(self, fake: FakeDispatcher, path: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self, fake: FakeDispatcher, path: str, body: dict[str, Any], kind: bytes = b"application/json"
+    ) -> None:
+        self.unfinished = False
+        self.closed = False
         self.sent: list[Any] = []
         self.left = asyncio.Event()
-        self._body = [json.dumps(body).encode()]
-        headers = [(b"content-type", b"application/json")]
+        self._body = [json.dumps(body).encode() if body else b"--b\r\n"]
+        headers = [(b"content-type", kind)]
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
             "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers, "root_path": "",
@@ -244,11 +248,13 @@ class Wire:
 
     async def _receive(self) -> dict[str, Any]:
         if self._body:
-            return {"type": "http.request", "body": self._body.pop(), "more_body": False}
+            return {"type": "http.request", "body": self._body.pop(), "more_body": self.unfinished}
         await self.left.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
+        if self.closed and message["type"] == "http.response.body":
+            raise OSError("closed")
         self.sent.append(message)
 
 
@@ -288,6 +294,29 @@ async def test_the_stream_stops_when_the_client_leaves(
     assert fake.steps == steps
     assert not any(m["type"] == "http.response.body" and not m["more_body"] for m in wire.sent)
     assert fake.completed == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/audio/transcriptions"])
+async def test_a_client_that_leaves_while_it_sends(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeDispatcher()
+    wire = Wire(fake, path, {}, b"multipart/form-data; boundary=b" if "transcr" in path else b"application/json")
+    wire.unfinished = True
+    wire.left.set()
+    with caplog.at_level(logging.INFO, "omni_ray.ingress"):
+        await asyncio.wait_for(wire.task, 1)
+    assert wire.sent == []
+    assert "outcome=disconnected" in caplog.messages[-1]
+
+
+async def test_a_send_to_a_closed_socket_is_a_client_that_left(caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeDispatcher(script=[*text("one"), *audio(480, 480)])
+    wire = Wire(fake, SPEECH, SP)
+    wire.closed = True
+    with caplog.at_level(logging.INFO, "omni_ray.ingress"):
+        await asyncio.wait_for(wire.task, 1)
+    assert fake.open == 0
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "outcome=disconnected" in caplog.messages[-1]
 
 
 async def test_a_stream_that_ends_well_is_run_to_its_end() -> None:

@@ -122,7 +122,7 @@ async def test_forms_that_are_none() -> None:
         kind = {"content-type": "multipart/form-data"}
         check_error(await client.post(URL, content=b"x", headers=kind), 400)
         kind = {"content-type": "multipart/form-data; boundary=b"}
-        check_error(await client.post(URL, content=b"--b\r\ngarbage", headers=kind), 400)
+        check_error(await client.post(URL, content=b"--b\r\ngarbage", headers=kind), 400, "model")
         check_error(await client.post(URL, files={"file": ("a", CLIP)}), 400, "model")
         check_error(await client.post(URL, files={"file": (None, "text"), "model": (None, "m")}), 400, "file")
         kinds = {"file": ("a.wav", wav(np.zeros(99), format="FLAC")), "model": (None, "m")}

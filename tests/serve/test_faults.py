@@ -1,0 +1,253 @@
+"""What goes wrong in one request or one replica stays there. ``ramp`` with its fault knobs, through real Ray Serve."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from omni_ray.models.ramp import oracle
+from tests.conftest import Served, Serving, wait_until
+from tests.serve.test_ramp import TEXT, ask_chat, ask_speech, chat, heard, parse_sse, speech
+
+LONG = " ".join(["word"] * 300)
+
+
+def config(width: int = 3) -> dict[str, Any]:
+    engine = {"allow_request_faults": True}
+    return {
+        "stages": {
+            "thinker": {"engine": {**engine, "latent_width": width}},
+            "talker": {"engine": engine},
+            "code2wav": {"engine": {**engine, "chunk_frames": [1, 4]}},
+        }
+    }
+
+
+@pytest.fixture
+def app(serving: Serving) -> Served:
+    return serving("ramp", config())
+
+
+def idle(app: Served, seconds: float = 1.5) -> float:
+    """Wait until no stage has a request; returns how long it took."""
+    return wait_until(lambda: not any(app.ongoing().values()), seconds)
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
+async def test_a_stage_error_ends_the_request_properly(app: Served, stage: str) -> None:
+    """C08, C29: never a hang, never a success; everything upstream stops; the next request is right."""
+    fault = {"ramp": {stage: {"fail_at": 2}}}
+    async with app.async_client() as client:
+        started = time.monotonic()
+        streamed = await client.post("/v1/chat/completions", json=chat(LONG, **fault))
+        assert time.monotonic() - started < 2
+        if streamed.status_code == 200:
+            chunks = parse_sse(streamed.text)
+            assert chunks[-1]["error"]["code"] == 500
+            assert stage in chunks[-1]["error"]["message"]
+            assert not any(c["choices"][0]["finish_reason"] for c in chunks if c.get("choices"))
+        else:
+            assert streamed.status_code == 500
+        buffered = await client.post("/v1/chat/completions", json=chat(LONG, stream=False, **fault))
+        assert buffered.status_code == 500
+        assert buffered.json()["error"]["code"] == 500
+        idle(app)
+        assert await ask_speech(client, TEXT) == oracle.pcm(TEXT)
+
+
+async def test_failure_in_mid_stream_never_looks_like_success(app: Served) -> None:
+    """C29: raw audio is cut without the terminating chunk; SSE gets one error event and no done event."""
+    fault = {"ramp": {"code2wav": {"fail_at": 3}}}
+    async with app.async_client() as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/audio/speech", json=speech(LONG, **fault))
+        sse = await client.post("/v1/audio/speech", json=speech(LONG, stream_format="sse", **fault))
+    assert sse.text.count("speech.audio.error") >= 1
+    assert "speech.audio.done" not in sse.text
+
+
+async def test_nan_is_an_error_not_silence(app: Served) -> None:
+    """C28: a codec that makes NaN fails its request, and only that one."""
+    async with app.async_client() as client:
+        bad = client.post("/v1/chat/completions", json=chat(LONG, stream=False, ramp={"code2wav": {"nan_at": 5}}))
+        good = [ask_speech(client, f"request {k} word") for k in range(4)]
+        failed, *answers = await asyncio.gather(bad, *good)
+    assert failed.status_code == 500
+    assert answers == [oracle.pcm(f"request {k} word") for k in range(4)]
+
+
+async def test_a_talker_that_never_ends_is_stopped(app: Served) -> None:
+    """C23: a cap that follows from the text's length ends it, and the answer says so."""
+    async with app.async_client() as client:
+        answer = await client.post("/v1/chat/completions", json=chat("hi", stream=False, ramp={"talker": {"no_eos": True}}))
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        sse = await client.post("/v1/audio/speech", json=speech("hi", stream_format="sse", ramp={"talker": {"no_eos": True}}))
+    assert '"truncated": true' in sse.text or '"truncated":true' in sse.text
+    idle(app)
+
+
+async def hang_up(app: Served, body: dict[str, Any], path: str, after_chunks: int, after_s: float) -> None:
+    """A client that leaves after ``after_chunks`` pieces of the answer, or after ``after_s``, whichever is first."""
+    async with app.async_client() as client:
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(after_s), client.stream("POST", path, json=body) as response:
+                pieces = response.aiter_raw()
+                for _ in range(after_chunks):
+                    await anext(pieces, None)
+
+
+async def test_hanging_up_stops_every_stage(app: Served) -> None:
+    """C07, C11, C13: within a second every stage has stopped, no replica restarted, and the next request is right."""
+    slow = {"ramp": {"thinker": {"delay_ms": 20}}}
+    before = app.replicas()
+    await hang_up(app, chat(LONG, **slow), "/v1/chat/completions", 2, 10)
+    assert idle(app, 1.2) < 1.2
+    await hang_up(app, chat(LONG, stream=False, **slow), "/v1/chat/completions", 1, 0.3)  # nothing streamed (C13)
+    assert idle(app, 1.2) < 1.2
+    rng = random.Random(7)
+    await asyncio.gather(
+        *(hang_up(app, chat(f"{LONG} {k}", **slow), "/v1/chat/completions", 50, rng.uniform(0, 1)) for k in range(20)),
+        *(hang_up(app, speech(f"{LONG} {k}"), "/v1/audio/speech", rng.randint(0, 5), 2) for k in range(20)),
+    )
+    idle(app, 2)
+    async with app.async_client() as client:
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+    assert app.replicas() == before
+
+
+async def test_curl_that_dies_before_the_first_byte(app: Served) -> None:
+    """C07: a socket closed with the request in flight."""
+    host, port = httpx.URL(app.url).host, httpx.URL(app.url).port
+    body = b'{"model":"ramp","input":"' + LONG.encode() + b'","response_format":"pcm","ramp":{"talker":{"delay_ms":20}}}'
+    head = f"POST {httpx.URL(app.url).path}/v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for wait in (0.0, 0.02, 0.2):
+        with socket.create_connection((host, port)) as raw:
+            raw.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await asyncio.sleep(wait)
+    idle(app, 2)
+
+
+async def kill(app: Served, stage: str) -> None:
+    for pid in app.pids(stage):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("victim", "producer", "edge"), [("talker", "thinker", "actor path"), ("code2wav", "talker", "gRPC")])
+async def test_a_killed_consumer_stops_its_producers(app: Served, victim: str, producer: str, edge: str) -> None:
+    """kill -9 of a consuming replica: its producer stops within a second, on both kinds of edge."""
+    slow = {"ramp": {"thinker": {"delay_ms": 30}}}
+    kept = {stage: tags for stage, tags in app.replicas().items() if stage != victim}
+    async with app.async_client() as client:
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=chat(LONG, **slow)))
+        wait_for = asyncio.to_thread(wait_until, lambda: app.states(producer)[0].ongoing == 1, 5)
+        await wait_for
+        await asyncio.sleep(0.5)
+        await kill(app, victim)
+        await asyncio.sleep(1.0)
+        assert app.states(producer)[0].ongoing == 0, f"{producer} still runs one second after {victim} died ({edge})"
+        chunks = parse_sse((await running).text)
+        assert chunks[-1]["error"]["code"] == 503  # it had spoken: one proper error event
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)  # C10: the restarted replica is found and used
+    assert {stage: tags for stage, tags in app.replicas().items() if stage != victim} == kept
+
+
+async def test_a_request_that_showed_nothing_is_retried_once(app: Served) -> None:
+    """A replica dies before any event came back: the client never learns of it."""
+    async with app.async_client() as client:
+        body = chat("one two", ramp={"thinker": {"delay_ms": 1500}})
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await asyncio.sleep(0.7)
+        await kill(app, "code2wav")
+        answer = await running
+        assert answer.status_code == 200
+        assert heard(parse_sse(answer.text)) == (oracle.pcm("one two"), "one two")
+
+
+async def test_a_poison_request_kills_at_most_two_replicas(serving: Serving) -> None:
+    """A request that kills whatever computes it is tried twice, not at every hop; others go on."""
+    deploy = config()
+    deploy["stages"]["talker"]["deployment"] = {"num_replicas": 3}
+    app = serving("ramp", deploy)
+    before = set(app.replicas()["talker"])
+    async with app.async_client() as client:
+        answer = await client.post("/v1/chat/completions", json=chat("one two", ramp={"talker": {"kill_at": 0}}))
+        assert answer.status_code == 503
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+    assert len(before - app.settled("talker", 3)) <= 2
+
+
+async def test_overload_is_refused_before_anything_starts(serving: Serving) -> None:
+    """C59: a full last stage refuses with 503 and Retry-After before the thinker starts; nothing is half answered."""
+    engine = {"allow_request_faults": True}
+    app = serving(
+        "ramp",
+        {
+            "stages": {
+                "thinker": {"engine": engine},
+                "code2wav": {"engine": {**engine, "max_num_seqs": 1, "max_queue": 2}},
+            }
+        },
+    )
+    started = app.states("thinker")[0].started
+    async with app.async_client() as client:
+        body = chat("one two three", stream=False, ramp={"thinker": {"delay_ms": 100}})
+        answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(10)))
+    codes = sorted(a.status_code for a in answers)
+    assert codes == [200] * 3 + [503] * 7
+    assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 503)
+    assert app.states("thinker")[0].started - started == 3
+    idle(app)
+
+
+async def test_latent_refs_are_freed(serving: Serving) -> None:
+    """C15: refs nested in events over the actor path; the object store returns to where it was, errors included."""
+    import ray
+
+    app = serving("ramp", config(width=250_000))  # 1 MB per latent row
+    async with app.async_client(timeout=120) as client:
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+        idle(app)
+        await asyncio.sleep(1)
+        free = ray.available_resources()["object_store_memory"]
+        for round_ in range(4):
+            faults = [{"ramp": {"talker": {"fail_at": 4}}} if k % 10 == 9 else {} for k in range(20)]
+            texts = [f"round {round_} request {k} word word" for k in range(20)]
+            await asyncio.gather(
+                *(client.post("/v1/chat/completions", json=chat(t, **f)) for t, f in zip(texts, faults, strict=True))
+            )
+        await hang_up(app, chat(LONG), "/v1/chat/completions", 3, 5)
+        idle(app, 3)
+        await asyncio.to_thread(wait_until, lambda: ray.available_resources()["object_store_memory"] >= free - 2**20, 10)
+
+
+async def test_a_redeploy_loses_no_sample_of_live_streams(serving: Serving, cluster: str) -> None:
+    """Live streams finish on the replicas they run on; new requests go to new ones."""
+    from ray import serve
+
+    from omni_ray.serve.builder import build_application
+    from omni_ray.serve.resolve import AppArgs
+
+    deploy = {**config(), "ingress": {"grace_s": 60}}
+    app = serving("ramp", deploy)
+    before = app.replicas()
+    texts = [f"request {k} " + " ".join(["word"] * 60) for k in range(12)]
+    slow = {"ramp": {"thinker": {"delay_ms": 120}}}  # eight seconds: longer than the roll-out
+    async with app.async_client(timeout=120) as client:
+        streams = [asyncio.create_task(ask_chat(client, t, **slow)) for t in texts]
+        await asyncio.sleep(1)
+        application = build_application("ramp", AppArgs(deploy_config=deploy))
+        path = httpx.URL(app.url).path
+        await asyncio.to_thread(serve.run, application, name=app.name, route_prefix=path)
+        during = await ask_chat(client, TEXT)
+        answers = await asyncio.gather(*streams)
+    assert answers == [(oracle.pcm(t), t) for t in texts]
+    assert during == (oracle.pcm(TEXT), TEXT)
+    after = app.replicas()
+    assert all(not set(before[stage]) & set(after[stage]) for stage in before), "every stage was to be replaced"
