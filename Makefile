@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 weights: install ## converted once into the cache directory, then only verified
-	$(BIN)/python -m omni_ray.models.voice_chat.checkpoint
+	$(BIN)/omni-ray checkpoint voice_chat
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

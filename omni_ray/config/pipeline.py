@@ -121,6 +121,7 @@ class PipelineConfig(StrictModel):
         prepare: dotted path of a function ``(progress) -> model directory`` that makes the weights from installed
             packages when no ``model`` is given; None if a model must be given or none is needed.
         voices: what ``/v1/audio/voices`` lists.
+        speech_speed: slowest and fastest ``speed`` that the models honour.
         input_audio_sample_rate: Hz at which stages take audio.
         max_input_audio_seconds, max_audio_seconds: longest clip in and speech out that the models are good for.
     """
@@ -133,6 +134,7 @@ class PipelineConfig(StrictModel):
     checkpoint_basenames: tuple[str, ...] = ()
     prepare: str | None = None
     voices: Voices = Voices()
+    speech_speed: tuple[float, float] = (1.0, 1.0)
     input_audio_sample_rate: int = Field(default=16000, ge=1)
     max_input_audio_seconds: float = Field(default=600, gt=0)
     max_audio_seconds: float = Field(default=300, gt=0)

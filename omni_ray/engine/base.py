@@ -43,8 +43,8 @@ class EngineStats:
     max_num_seqs: int
 
 
-class Resume(ABC):
-    """What a request already produced elsewhere, for engines that can continue it (``resumable``)."""
+class Resume:
+    """What a request already produced elsewhere; each engine that can continue one (``resumable``) has its own kind."""
 
 
 class Engine(ABC):
@@ -84,7 +84,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Raise if the engine is dead or hung (work in hand, no output for ``stall_s``); never for an idle or busy one."""
+        """Raise if the engine is dead or hung (work in hand, no output for ``stall_s``), never if idle or busy."""
 
     @abstractmethod
     def stats(self) -> EngineStats:

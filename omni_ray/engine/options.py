@@ -21,7 +21,7 @@ class EngineOptions(StrictModel):
     max_num_seqs: int = Field(default=8, ge=1)
     max_queue: int = Field(default=64, ge=0)
     queue_timeout_s: float = Field(default=30.0, gt=0)
-    stall_s: float = Field(default=60.0, gt=0)
+    stall_s: float = Field(default=30.0, gt=0)
     deterministic: bool = False
 
 

@@ -89,8 +89,9 @@ class PerRequestEngine(Engine):
         self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
     ) -> AsyncIterator[Output]:
         """See ``Engine.generate``."""
-        async with self._admission.place(request), aclosing(_generator(self._model, request, inputs, self._threads)) as out:
-            async for output in out:
+        generator = _generator(self._model, request, inputs, self._threads)
+        async with self._admission.place(request), aclosing(generator) as outputs:
+            async for output in outputs:
                 self._admission.progressed()
                 yield output
 
@@ -110,5 +111,5 @@ class PerRequestEngine(Engine):
 def _generator(
     model: PerRequestModel, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
 ) -> Any:
-    """The model's generator, typed loosely: ``aclosing`` wants an ``aclose`` that ``AsyncIterator`` does not declare."""
+    """The model's generator, typed loosely: ``aclosing`` wants an ``aclose`` that ``AsyncIterator`` lacks."""
     return model.generate(request, inputs, threads)

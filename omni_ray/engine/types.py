@@ -77,7 +77,7 @@ class Request:
     voice: str | None = None
     speed: float = 1.0
     language: str | None = None
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_audio_seconds: float = 300.0
     extras: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,23 +21,27 @@ class Ingress:
     """One replica of the ingress. It is the only deployment that speaks HTTP and the only one that retries."""
 
     async def __init__(self, spec: IngressSpec, stages: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
+        self._dispatcher: Dispatcher | None = None
         load_plugins()
         check_actual_options("ingress", spec.derived)
         self._api_keys = read_api_keys(spec.config.api_keys_env)
         host = ray.util.get_node_ip_address()
-        self.dispatcher = Dispatcher(spec.pipeline, spec.config, spec.streaming, spec.model_name, stages, host)
+        self._dispatcher = Dispatcher(spec.pipeline, spec.config, spec.streaming, spec.model_name, stages, host)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the app after the constructor."""
-        return make_app(self.dispatcher, self._api_keys)
+        assert self._dispatcher is not None
+        return make_app(self._dispatcher, self._api_keys)
 
     async def active(self) -> int:
         """Requests alive in this replica, for tests and ``omni-ray top``."""
-        return self.dispatcher.active
+        assert self._dispatcher is not None
+        return self._dispatcher.active
 
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook."""
-        await self.dispatcher.stop()
+        if self._dispatcher is not None:
+            await self._dispatcher.stop()
 
 
 def read_api_keys(variable: str | None) -> frozenset[str]:

@@ -36,7 +36,8 @@ def serve_here(
         signal.signal(number, lambda *_: stop.set())
     try:
         check_fits(app, ray.cluster_resources())
-        serve.start(proxy_location="HeadOnly" if address is None else "EveryNode", http_options={"host": host, "port": port})
+        location = "HeadOnly" if address is None else "EveryNode"
+        serve.start(proxy_location=location, http_options={"host": host, "port": port})
         target = serve.RunTarget(bind(app), name=app.pipeline.name, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
         if not _wait(app.pipeline.name, start_timeout_s, stop):
@@ -60,6 +61,9 @@ def _wait(name: str, timeout_s: float, stop: threading.Event) -> bool:
             return True
         if status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             print(f"{name} did not start: {status.message}", file=sys.stderr)
+            for deployment, detail in status.deployments.items():
+                if detail.status.value != "HEALTHY":
+                    print(f"{deployment}: {detail.message}", file=sys.stderr)
             return False
         waiting = [] if status is None else [n for n, d in status.deployments.items() if d.status.value != "HEALTHY"]
         line = f"starting {name}: waiting for {', '.join(waiting)}" if waiting else said

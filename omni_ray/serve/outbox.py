@@ -1,11 +1,11 @@
-"""A stream's way out of a stage: the first event at once, then small lists, never more often than the coalescing time."""
+"""A stream's way out of a stage: the first event at once, then small lists, coalesced."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk
-from omni_ray.serve.events import Event, OutputEvent
+from omni_ray.serve.events import Event, Opened, OutputEvent
 
 MAX_BATCH_BYTES = 1_000_000
 """A list is cut here, far below the 4 MB cap of Serve's gRPC transport."""
@@ -22,9 +22,13 @@ class Outbox:
         self._error: BaseException | None = None
 
     def put(self, event: Event) -> None:
-        """Append an event; never blocks, what a request may hold is bounded by its limits."""
+        """Append an event; never blocks, what a request may hold is bounded by its limits.
+
+        ``Opened`` waits for the output it announces: alone it would make the first sound wait for the coalescing time.
+        """
         self._events.append(event)
-        self._filled.set()
+        if not isinstance(event, Opened):
+            self._filled.set()
 
     def close(self, error: BaseException | None = None) -> None:
         """No more events; with ``error``, it is raised after those already put."""
@@ -40,9 +44,9 @@ class Outbox:
             wait = flushed + self._pause - time.monotonic()
             if wait > 0 and not self._closed:
                 await self._collect(wait)
+            flushed = time.monotonic()  # not when the reader came back: its pause is no reason to wait longer
             for batch in self._take():
                 yield batch
-            flushed = time.monotonic()
             if self._closed and not self._events:
                 if self._error is not None:
                     raise self._error

@@ -126,7 +126,9 @@ def _feeds(stage: StagePipelineConfig) -> Iterator[tuple[int, ...]]:
 
 
 def _parts_read(pipeline: PipelineConfig, choice: _Choice) -> frozenset[RequestPart]:
-    return frozenset(part for name, edges in choice.items() for i in edges for part in pipeline.stage(name).inputs[i].parts)
+    return frozenset(
+        part for name, edges in choice.items() for i in edges for part in pipeline.stage(name).inputs[i].parts
+    )
 
 
 def _walk(pipeline: PipelineConfig, choice: _Choice, outputs: tuple[tuple[OutputKind, str], ...]) -> Plan | None:

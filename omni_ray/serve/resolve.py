@@ -235,7 +235,7 @@ def _checked(
 
 
 def _reference_problems(pipeline: PipelineConfig) -> list[str]:
-    """Architectures that no registry knows. (Processors and engines are imported by the stages that need them.)"""
+    """Architectures that no registry knows; processors and engines are imported by the stages that need them."""
     return [
         f"pipeline {pipeline.name!r}, stage {stage.name!r}: model_arch {stage.model_arch!r} is not registered"
         for stage in pipeline.stages

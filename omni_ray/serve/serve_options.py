@@ -18,7 +18,7 @@ from omni_ray.errors import ConfigError
 
 MAY_NOT_BE_SET = {
     "max_queued_requests": "Serve never queues here; the bounded queue is engine.max_queue",
-    "max_ongoing_requests": "derived from ingress.max_concurrent_requests; the engine's own limit is engine.max_num_seqs",
+    "max_ongoing_requests": "derived from ingress.max_concurrent_requests; the engine's limit is engine.max_num_seqs",
     "placement_group_bundles": "derived from ray_actor_options and the engine's options",
     "name": "a stage's name is its deployment's name",
     "user_config": "all settings go through this deploy config",
@@ -49,7 +49,7 @@ class StrictAutoscaling(AutoscalingConfig):  # type: ignore[misc]
 class DeploymentBlock(StrictModel):
     """The ``deployment:`` block of a stage or of the ingress: the options of Ray Serve that may be set there."""
 
-    num_replicas: int | None = Field(default=None, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1, strict=True)
     autoscaling_config: StrictAutoscaling | None = None
     ray_actor_options: RayActorOptions = RayActorOptions()
     placement_group_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None
@@ -76,7 +76,12 @@ class ServeOptions(StrictModel):
 
 
 def derive(
-    stage: str, declared: StagePipelineConfig | None, block: DeploymentBlock, *, max_ongoing_requests: int, grace_s: float
+    stage: str,
+    declared: StagePipelineConfig | None,
+    block: DeploymentBlock,
+    *,
+    max_ongoing_requests: int,
+    grace_s: float,
 ) -> ServeOptions:
     """Options of one deployment.
 
@@ -126,6 +131,8 @@ def derive(
         if actor.accelerator_type:  # Ray turns it into this resource of the actor, which must find it in its bundle
             bundle[f"accelerator_type:{actor.accelerator_type}"] = 0.001
         options["placement_group_bundles"] = [bundle]
+        if actor.label_selector:  # or the group is reserved on a node where the actor may not run
+            options["placement_group_bundle_label_selector"] = [actor.label_selector]
         options["placement_group_strategy"] = block.placement_group_strategy or "STRICT_PACK"
     for name in ("max_replicas_per_node", "rolling_update_percentage", "max_surge_percent", "logging_config"):
         if (value := block.model_dump(exclude_unset=True).get(name)) is not None:
@@ -159,11 +166,12 @@ def check_actual_options(stage: str, derived: ServeOptions) -> None:
     """
     assigned = ray.get_runtime_context().get_assigned_resources()
     config = serve.get_replica_context()._deployment_config  # the only place where a replica sees its options
+    grace = min(config.graceful_shutdown_timeout_s, derived.graceful_shutdown_timeout_s)  # HAProxy mode lengthens it
     actual = {
         "ray_actor_options.num_cpus": (assigned.get("CPU", 0.0), derived.num_cpus),
         "ray_actor_options.num_gpus": (assigned.get("GPU", 0.0), derived.num_gpus),
         "max_ongoing_requests": (config.max_ongoing_requests, derived.max_ongoing_requests),
-        "graceful_shutdown_timeout_s": (config.graceful_shutdown_timeout_s, derived.graceful_shutdown_timeout_s),
+        "graceful_shutdown_timeout_s": (grace, derived.graceful_shutdown_timeout_s),
     }
     if not derived.autoscaled:
         actual["num_replicas"] = (config.num_replicas, derived.num_replicas)

@@ -57,15 +57,18 @@ class Stage:
         check_actual_options(spec.stage, spec.derived)
         self._lifelines = LifelineHost(ray.util.get_node_ip_address())
         self._window = int(spec.streaming.window_mb * 2**20)
+        model = spec.model
+        if model is None and spec.pipeline.prepare is not None:
+            model = str(await asyncio.to_thread(import_dotted(spec.pipeline.prepare), self._progress))
         engine_cls = import_dotted(spec.engine_path)
         engine: Engine = engine_cls(
             EngineContext(
                 stage=self._stage,
-                model=spec.model,
+                model=model,
                 model_cls=OmniModelRegistry.load(self._stage.model_arch),
                 options=spec.engine_options,
                 load_format=spec.load_format,
-                progress=lambda line: logger.info("%s: %s", spec.stage, line),
+                progress=self._progress,
             )
         )
         await engine.start()
@@ -94,6 +97,9 @@ class Stage:
                 },
             ),
         )
+
+    def _progress(self, line: str) -> None:
+        logger.info("%s: %s", self._stage.name, line)
 
     async def run(self, envelope: Envelope, caller: Caller) -> AsyncIterator[list[Event]]:
         """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""

@@ -76,10 +76,12 @@ class StageClient:
         """
         by_reference = envelope.plan.stage(self.stage).by_reference or envelope.holds_refs()
         if by_reference:
-            async with self._lifelines.open() as end:
-                async with aclosing(self._events(self._by_reference, envelope, end)) as events:
-                    async for received in events:
-                        yield received
+            async with (
+                self._lifelines.open() as end,
+                aclosing(self._events(self._by_reference, envelope, end)) as events,
+            ):
+                async for received in events:
+                    yield received
         else:
             async with aclosing(self._events(self._by_value, envelope, None)) as events:
                 async for received in events:

@@ -14,7 +14,17 @@ from omni_ray.config.deploy import StreamingConfig
 from omni_ray.config.pipeline import REQUEST, Edge, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine
-from omni_ray.engine.types import AudioChunk, AudioClip, Chunk, Finish, LatentChunk, Output, Request, TextChunk, TranscriptChunk
+from omni_ray.engine.types import (
+    AudioChunk,
+    AudioClip,
+    Chunk,
+    Finish,
+    LatentChunk,
+    Output,
+    Request,
+    TextChunk,
+    TranscriptChunk,
+)
 from omni_ray.errors import SchemaMismatchError
 from omni_ray.serve.events import Envelope, Opened, OutputEvent
 from omni_ray.serve.latents import large, load_clip, load_output, store_output
@@ -124,7 +134,8 @@ class StageRun:
     async def _send(self, stage: str, output: Output) -> None:
         if not self._wanted(stage, output):
             return
-        if self._end is not None and isinstance(output, LatentChunk) and large(output, self._parts.streaming.inline_bytes):
+        inline_bytes = self._parts.streaming.inline_bytes
+        if self._end is not None and isinstance(output, LatentChunk) and large(output, inline_bytes):
             await self._end.acquire(output.rows.nbytes)
             event = await store_output(stage, output)
             self._refs.append(event)
@@ -166,7 +177,8 @@ class StageRun:
         self._asked.set()
         while (received := await queue.get()) is not None:
             event = received.event
-            assert isinstance(event, OutputEvent) and not isinstance(event.output, Finish)
+            assert isinstance(event, OutputEvent)
+            assert not isinstance(event.output, Finish)
             if event.ref_bytes and event.ref is None:
                 continue  # its producer abandoned the stream; the error follows
             yield event.output if event.ref is None else await load_output(event)

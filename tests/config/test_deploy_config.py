@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_ray.config.deploy import (
@@ -134,7 +134,7 @@ class TestSources:
         assert read_deploy_config(inline) == read_deploy_config(f" {json.dumps(inline)}") == ("deploy_config", inline)
 
     def test_bad_json(self):
-        with pytest.raises(ConfigError, match="deploy_config: not valid JSON: .*line 1 column 2"):
+        with pytest.raises(ConfigError, match=r"deploy_config: not valid JSON: .*line 1 column 2"):
             read_deploy_config("{pipeline: ramp}")
 
     def test_nothing(self):
@@ -155,12 +155,13 @@ class TestKeys:
         [
             (
                 "stage: {}",
-                "F: stage: unknown key 'stage'; did you mean 'stages'? known: async_chunk, ingress, load_format, model, "
-                "pipeline, served_model_name, stages, streaming, variant",
+                "F: stage: unknown key 'stage'; did you mean 'stages'? known: async_chunk, ingress, load_format, "
+                "model, pipeline, served_model_name, stages, streaming, variant",
             ),
             (
                 "stages: {talker: {engin: {}}}",
-                "F: stages.talker.engin: unknown key 'engin'; did you mean 'engine'? known: deployment, engine, sampling",
+                "F: stages.talker.engin: unknown key 'engin'; did you mean 'engine'? known: deployment, engine, "
+                "sampling",
             ),
             (
                 "stages: {talker: {sampling: {temprature: 1}}}",
@@ -177,7 +178,9 @@ class TestKeys:
     def test_unknown_key_suggests_the_nearest(self, text, expected, tmp_path):
         assert problems(text, tmp_path) == [expected]
 
-    @pytest.mark.parametrize("key", ["inputs", "execution_type", "model_arch", "final_output_type", "owns_tokenizer", "source"])
+    @pytest.mark.parametrize(
+        "key", ["inputs", "execution_type", "model_arch", "final_output_type", "owns_tokenizer", "source"]
+    )
     def test_topology_is_explained(self, key, tmp_path):
         """Somebody used to vLLM-Omni's YAML tries to rewire stages there."""
         assert problems(f"stages: {{talker: {{{key}: x}}}}", tmp_path) == [
@@ -200,9 +203,15 @@ class TestKeys:
             ("load_format: dumy", "F: load_format: input should be 'auto' or 'dummy', got 'dumy'"),
             ("ingress: {max_body_mb: 0}", "F: ingress.max_body_mb: input should be greater than 0, got 0"),
             ("ingress: {grace_s: .inf}", "F: ingress.grace_s: input should be a finite number, got inf"),
-            ("ingress: {max_audio_seconds: .nan}", "F: ingress.max_audio_seconds: input should be a finite number, got nan"),
+            (
+                "ingress: {max_audio_seconds: .nan}",
+                "F: ingress.max_audio_seconds: input should be a finite number, got nan",
+            ),
             ("stages: [talker]", "F: stages: must be a mapping, got ['talker']"),
-            ("stages: {talker: }", "F: stages.talker: must be a mapping with keys deployment, engine, sampling, got None"),
+            (
+                "stages: {talker: }",
+                "F: stages.talker: must be a mapping with keys deployment, engine, sampling, got None",
+            ),
             ("stages: {talker: {engine: vllm}}", "F: stages.talker.engine: must be a mapping, got 'vllm'"),
             ("stages: {1: {}}", "F: stages.1: a key must be a name, got 1"),
             ("1: {}", "F: 1: a key must be a name, got 1"),
@@ -216,7 +225,9 @@ class TestKeys:
         assert problems(text, tmp_path) == [expected]
 
     def test_all_problems_at_once(self, tmp_path):
-        found = problems("modle: x\nstages: {a: {engin: {}}, b: {sampling: {top_k: 0}}}\ningress: {retri: no}", tmp_path)
+        found = problems(
+            "modle: x\nstages: {a: {engin: {}}, b: {sampling: {top_k: 0}}}\ningress: {retri: no}", tmp_path
+        )
         assert [line.split(":")[1].strip() for line in found] == [
             "stages.a.engin", "stages.b.sampling.top_k", "ingress.retri", "modle",
         ]  # fmt: skip
@@ -267,14 +278,19 @@ class TestValidPart:
         assert isinstance(valid_part(read_deploy_config(path)[1]), DeployConfig)
         assert len(problems(path.read_text(), tmp_path)) == 2
 
+    @settings(deadline=None)
     @given(
         st.recursive(
             st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.booleans(),
-            lambda inner: st.lists(inner, max_size=2)
-            | st.dictionaries(
-                st.sampled_from([*DeployConfig.model_fields, "deployment", "engine", "sampling", "top_k", "stop", 3, "zz"]),
-                inner,
-                max_size=4,
+            lambda inner: (
+                st.lists(inner, max_size=2)
+                | st.dictionaries(
+                    st.sampled_from(
+                        [*DeployConfig.model_fields, "deployment", "engine", "sampling", "top_k", "stop", 3, "zz"]
+                    ),
+                    inner,
+                    max_size=4,
+                )
             ),
             max_leaves=12,
         )
@@ -301,6 +317,7 @@ class TestSamplingPrecedence:
         weak = SamplingParams(temperature=0.7, ignore_eos=True, stop=("x",))
         assert strong.over(weak) == strong
 
+    @settings(deadline=None)
     @given(st.permutations(range(4)), st.sets(st.integers(0, 3), min_size=1))
     def test_strongest_that_speaks_wins(self, values, speakers):
         said = [SamplingParams(top_k=v + 1) if i in speakers else SamplingParams() for i, v in enumerate(values)]

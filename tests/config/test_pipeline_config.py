@@ -44,8 +44,7 @@ def test_everything_wrong_is_found_at_once():
     assert declared.problems() == [
         "pipeline 'p': stage 'thinker' is declared twice",
         "pipeline 'p', stage 'thinker', inputs[0].parts: a request edge must list the request parts it takes",
-        "pipeline 'p', stage 'thinker', inputs[0].source: unknown stage 'zzz'; "
-        "known: ingress, request, thinker",
+        "pipeline 'p', stage 'thinker', inputs[0].source: unknown stage 'zzz'; known: ingress, request, thinker",
         "pipeline 'p', stage 'ingress': the name 'ingress' is reserved",
         "pipeline 'p', stage 'ingress', inputs[0].source: unknown stage 'thinkr'; did you mean 'thinker'? "
         "known: ingress, request, thinker",
@@ -91,7 +90,9 @@ def test_voice_alias_must_lead_to_a_voice():
 def test_one_source_feeds_a_stage_by_one_edge():
     """Streams are filed by source: a second edge from the same stage silently took the first one's place."""
     declared = pipeline(stage("a"), stage("b", edge("a"), edge("a", processor="pkg.processors:other"), makes="text"))
-    assert declared.problems() == ["pipeline 'p', stage 'b', inputs[1].source: 'a' feeds this stage already by inputs[0]"]
+    assert declared.problems() == [
+        "pipeline 'p', stage 'b', inputs[1].source: 'a' feeds this stage already by inputs[0]"
+    ]
 
 
 def test_request_edges_may_be_several():
@@ -132,7 +133,10 @@ def test_frozen():
     ("model", "given"),
     [
         (Edge, {"source": "a", "processor": "x:y", "schema": 1}),
-        (StagePipelineConfig, {"name": "a", "execution_type": "llm_ar", "model_arch": "A", "inputs": (edge(),), "gpus": 1}),
+        (
+            StagePipelineConfig,
+            {"name": "a", "execution_type": "llm_ar", "model_arch": "A", "inputs": (edge(),), "gpus": 1},
+        ),
         (PipelineConfig, {"name": "p", "description": "x", "stages": (stage("a"),), "edges": ()}),
         (Voices, {"voice": "a"}),
         (StageLimits, {"max_num_seq": 1}),

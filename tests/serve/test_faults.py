@@ -86,9 +86,13 @@ async def test_nan_is_an_error_not_silence(app: Served) -> None:
 async def test_a_talker_that_never_ends_is_stopped(app: Served) -> None:
     """C23: a cap that follows from the text's length ends it, and the answer says so."""
     async with app.async_client() as client:
-        answer = await client.post("/v1/chat/completions", json=chat("hi", stream=False, ramp={"talker": {"no_eos": True}}))
+        answer = await client.post(
+            "/v1/chat/completions", json=chat("hi", stream=False, ramp={"talker": {"no_eos": True}})
+        )
         assert answer.json()["choices"][0]["finish_reason"] == "length"
-        sse = await client.post("/v1/audio/speech", json=speech("hi", stream_format="sse", ramp={"talker": {"no_eos": True}}))
+        sse = await client.post(
+            "/v1/audio/speech", json=speech("hi", stream_format="sse", ramp={"talker": {"no_eos": True}})
+        )
     assert '"truncated": true' in sse.text or '"truncated":true' in sse.text
     idle(app)
 
@@ -125,7 +129,9 @@ async def test_hanging_up_stops_every_stage(app: Served) -> None:
 async def test_curl_that_dies_before_the_first_byte(app: Served) -> None:
     """C07: a socket closed with the request in flight."""
     host, port = httpx.URL(app.url).host, httpx.URL(app.url).port
-    body = b'{"model":"ramp","input":"' + LONG.encode() + b'","response_format":"pcm","ramp":{"talker":{"delay_ms":20}}}'
+    body = (
+        b'{"model":"ramp","input":"' + LONG.encode() + b'","response_format":"pcm","ramp":{"talker":{"delay_ms":20}}}'
+    )
     head = f"POST {httpx.URL(app.url).path}/v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     for wait in (0.0, 0.02, 0.2):
         with socket.create_connection((host, port)) as raw:
@@ -139,7 +145,9 @@ async def kill(app: Served, stage: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("victim", "producer", "edge"), [("talker", "thinker", "actor path"), ("code2wav", "talker", "gRPC")])
+@pytest.mark.parametrize(
+    ("victim", "producer", "edge"), [("talker", "thinker", "actor path"), ("code2wav", "talker", "gRPC")]
+)
 async def test_a_killed_consumer_stops_its_producers(app: Served, victim: str, producer: str, edge: str) -> None:
     """kill -9 of a consuming replica: its producer stops within a second, on both kinds of edge."""
     slow = {"ramp": {"thinker": {"delay_ms": 30}}}
@@ -224,7 +232,9 @@ async def test_latent_refs_are_freed(serving: Serving) -> None:
             )
         await hang_up(app, chat(LONG), "/v1/chat/completions", 3, 5)
         idle(app, 3)
-        await asyncio.to_thread(wait_until, lambda: ray.available_resources()["object_store_memory"] >= free - 2**20, 10)
+        await asyncio.to_thread(
+            wait_until, lambda: ray.available_resources()["object_store_memory"] >= free - 2**20, 10
+        )
 
 
 async def test_a_redeploy_loses_no_sample_of_live_streams(serving: Serving, cluster: str) -> None:

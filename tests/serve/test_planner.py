@@ -68,6 +68,16 @@ class TestSpeech:
         assert {kind for kind, _ in plan.outputs} == set(outputs)
         assert_walks(SPEECH, plan)
 
+    @pytest.mark.parametrize("swapped", [False, True])
+    def test_fewest_stages_win(self, swapped: bool):
+        """Both ways read the messages; the one without the rewriter is enough, in whatever order they are declared."""
+        ways = [edge("rewriter"), edge("request", "messages")]
+        declared = pipeline(
+            stage("rewriter", edge("request", "messages")),
+            stage("thinker", *(reversed(ways) if swapped else ways), makes="text"),
+        )
+        assert make_plan(declared, ["text"], ["messages"]).names() == ("thinker",)
+
     def test_order_of_arguments_does_not_matter(self):
         plans = {
             make_plan(SPEECH, outputs, parts)

@@ -52,10 +52,11 @@ class ThinkerOptions(PerRequestOptions):
 
 
 class TalkerOptions(PerRequestOptions):
-    """``frames_per_token`` code frames come out for every token."""
+    """``frames_per_token`` code frames per token; with ``pace_ms`` they come on an even schedule, as a GPU's would."""
 
     max_num_seqs: int = Field(default=64, ge=1)
     frames_per_token: int = Field(default=3, ge=1)
+    pace_ms: float = Field(default=0, ge=0)
     faults: Faults = Faults()
     allow_request_faults: bool = False
 

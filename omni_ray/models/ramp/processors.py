@@ -38,7 +38,7 @@ def decode_row(row: NDArray[np.float32]) -> Row:
 
 
 async def words_of_chat(request: Request, clips: AsyncIterator[AudioClip]) -> AsyncIterator[Word]:
-    """request -> thinker: the words of the last user message."""
+    """Request -> thinker: the words of the last user message."""
     for word in request_text(request).split():
         yield Word(word)
 
@@ -52,7 +52,7 @@ async def rows_of_thinker(request: Request, chunks: AsyncIterator[Chunk]) -> Asy
 
 
 async def rows_of_speech(request: Request, clips: AsyncIterator[AudioClip]) -> AsyncIterator[Row]:
-    """request -> talker: the speech endpoint has no thinker, so rows are made from the words here."""
+    """Request -> talker: the speech endpoint has no thinker, so rows are made from the words here."""
     tag = tag_of(request)
     for index, _ in enumerate(request_text(request).split()):
         yield Row(tag, index)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal
 
@@ -91,19 +92,21 @@ class RampTalker(PerRequestModel):
     async def generate(
         self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
     ) -> AsyncIterator[Output]:
-        """See ``PerRequestModel.generate``. A talker that never ends stops at a cap that follows from the text's length."""
+        """See ``PerRequestModel.generate``. With ``no_eos`` it stops at a cap that follows from the text's length."""
         options = self.context.options
         assert isinstance(options, TalkerOptions)
         faults = faults_of(request, options, "talker")
         limit = int(request.max_audio_seconds * SAMPLE_RATE / SAMPLES_PER_FRAME)
         (rows,) = inputs.values()
-        frame, tag, heard = 0, 0, 0
+        frame, tag, heard, began = 0, 0, 0, time.monotonic()
         async for row in rows:
             tag, heard = row.tag, heard + 1
             for _ in range(options.frames_per_token):
                 if frame == limit:
                     break
                 await suffer(faults, frame, threads)
+                if options.pace_ms:
+                    await threads.sleep(max(0.0, began + (frame + 1) * options.pace_ms / 1000 - time.monotonic()))
                 yield _frame(tag, frame)
                 frame += 1
             await asyncio.sleep(0)

@@ -1,10 +1,10 @@
-"""Engine options of voice_chat's listener and thinker. No heavy imports: a deploy YAML is checked against them."""
+"""Engine options of voice_chat's stages. No heavy imports: a deploy YAML is checked against them."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from omni_ray.engine.options import AROptions, PerRequestOptions
+from omni_ray.engine.options import CodecOptions, PerRequestOptions
 
 
 class ListenerOptions(PerRequestOptions):
@@ -15,9 +15,10 @@ class ListenerOptions(PerRequestOptions):
         cpu_threads: threads of one transcription.
         beam_size: 1 is greedy.
         context_s: window in seconds to which clips of at most ``context_s - 8`` are padded; longer ones are padded to
-            30, what Whisper was trained with. 15 instead of 30 takes 0.18 s instead of 0.42 for a short question; on 96
-            clips of synthetic speech, half of them noisy, both made the same 7 errors in 726 words, and one of ten
-            differed in punctuation or in how a number is written. Below 15 Whisper repeats itself.
+            30, what Whisper was trained with. 15 instead of 30 took 0.18 s instead of 0.42 per clip, with equally many
+            wrong words (7 of 726) on 96 clips of synthetic speech up to 7 s long, a third of them noisy; about one
+            transcript of ten differs, mostly in punctuation or numbers. Not tried on recorded speech: 30 is the
+            cautious choice. Below 15 Whisper repeats itself.
     """
 
     compute_type: Literal["int8", "float32"] = "int8"
@@ -26,5 +27,11 @@ class ListenerOptions(PerRequestOptions):
     context_s: int = Field(default=15, ge=15, le=30)
 
 
-class ThinkerOptions(AROptions):
-    """Options of ``SmolLM2Thinker``: those of the AR engine."""
+class TalkerOptions(PerRequestOptions):
+    """Options of ``HibariTalker``: one thread makes speech a hundred times faster than it is heard."""
+
+
+class Code2WavOptions(CodecOptions):
+    """Options of ``HibariCodec``. Its rows last 12.5 ms, so chunks grow from 0.2 s to 1 s."""
+
+    chunk_frames: tuple[int, ...] = Field(default=(16, 32, 64, 80), min_length=1)

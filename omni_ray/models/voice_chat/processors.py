@@ -3,19 +3,28 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 
-from omni_ray.engine.types import AudioClip, Chunk, LatentChunk, MediaPart, Request, TextChunk, TextPart, TranscriptChunk
+from omni_ray.engine.types import (
+    AudioClip,
+    Chunk,
+    LatentChunk,
+    MediaPart,
+    Request,
+    TextChunk,
+    TextPart,
+    TranscriptChunk,
+)
 from omni_ray.models.voice_chat.clauses import Clause, ClauseSplitter
 from omni_ray.models.voice_chat.prompt import Prompt
 
 
 async def clips_of_request(request: Request, clips: AsyncIterator[AudioClip]) -> AsyncIterator[AudioClip]:
-    """request -> listener: every clip, in order."""
+    """Request -> listener: every clip, in order."""
     async for clip in clips:
         yield clip
 
 
 async def prompt_of_chat(request: Request, clips: AsyncIterator[AudioClip]) -> AsyncIterator[Prompt]:
-    """request -> thinker: a chat without sound."""
+    """Request -> thinker: a chat without sound."""
     yield _prompt(request, {})
 
 
@@ -55,7 +64,7 @@ async def clauses_of_thinker(request: Request, chunks: AsyncIterator[Chunk]) -> 
 
 
 async def clauses_of_speech(request: Request, clips: AsyncIterator[AudioClip]) -> AsyncIterator[Clause]:
-    """request -> talker: the same clause plan for a text that is known from the start."""
+    """Request -> talker: the same clause plan for a text that is known from the start."""
     splitter = ClauseSplitter()
     for count, text in enumerate((*splitter.push(request.speech_text or ""), *splitter.finish())):
         yield Clause(count, text)

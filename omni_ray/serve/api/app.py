@@ -12,10 +12,10 @@ from omni_ray.errors import OmniRayError
 from omni_ray.serve.api.chat import chat_routes
 from omni_ray.serve.api.errors import on_http_exception, on_omni_ray_error, on_validation_error
 from omni_ray.serve.api.health import health_routes
-from omni_ray.serve.api.ingress import Ingress
 from omni_ray.serve.api.keys import ApiKeys
 from omni_ray.serve.api.models import model_routes
 from omni_ray.serve.api.request_log import RequestLog, info_of
+from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.speech import speech_routes
 from omni_ray.serve.api.transcription import transcription_routes
 from omni_ray.serve.dispatcher import Dispatcher
@@ -28,7 +28,7 @@ def make_app(dispatcher: Dispatcher, api_keys: frozenset[str]) -> FastAPI:
         dispatcher: admits requests and streams their events.
         api_keys: keys that may use ``/v1``; empty asks for none.
     """
-    ingress = Ingress(dispatcher, ApiKeys(api_keys))
+    service = Service(dispatcher, ApiKeys(api_keys))
     app = FastAPI(
         title="omni_ray",
         version=__version__,
@@ -40,15 +40,15 @@ def make_app(dispatcher: Dispatcher, api_keys: frozenset[str]) -> FastAPI:
     async def check_key(
         request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
     ) -> None:
-        info_of(request).api_key = ingress.keys.check(credentials.credentials if credentials else None)
+        info_of(request).api_key = service.keys.check(credentials.credentials if credentials else None)
 
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
     for routes in (chat_routes, speech_routes, transcription_routes, model_routes):
-        v1.include_router(routes(ingress))
+        v1.include_router(routes(service))
     app.include_router(v1)
-    app.include_router(health_routes(ingress))
+    app.include_router(health_routes(service))
     app.add_exception_handler(OmniRayError, on_omni_ray_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(RequestLog, served=ingress.served)
+    app.add_middleware(RequestLog, served=service.served)
     return app

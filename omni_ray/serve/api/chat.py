@@ -13,34 +13,34 @@ from omni_ray.serve.api.chat_models import ChatBody
 from omni_ray.serve.api.chat_request import ChatCall, chat_route_exists, read_chat
 from omni_ray.serve.api.deltas import deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
-from omni_ray.serve.api.ingress import Ingress
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.media import decode_clips
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import json_body
+from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.sound import Sound
 
 _PCM_RATE_HZ = 24_000  # OpenAI's pcm16 is 24 kHz mono, and a chat chunk has no field that could say otherwise
 
 
-def chat_routes(ingress: Ingress) -> APIRouter:
+def chat_routes(service: Service) -> APIRouter:
     """The route, with the model's extra fields in its body."""
     router = APIRouter()
-    model = with_extras(ChatBody, ingress.dispatcher.extras)
+    model = with_extras(ChatBody, service.dispatcher.extras)
 
     @router.post("/chat/completions", openapi_extra=json_body(model))
     async def create_chat_completion(request: Request) -> Response:
         """Text and speech from a chat; streamed as server-sent events."""
-        chat_route_exists(ingress)
-        body = await read_json(request, model, ingress.dispatcher.config.max_body_mb)
+        chat_route_exists(service)
+        body = await read_json(request, model, service.dispatcher.config.max_body_mb)
         info = info_of(request)
-        return LiveResponse(_answer(ingress, read_chat(ingress, body, info), info), info)
+        return LiveResponse(_answer(service, read_chat(service, body, info), info), info)
 
     return router
 
 
-async def _answer(ingress: Ingress, call: ChatCall, info: RequestInfo) -> Answer:
-    dispatcher = ingress.dispatcher
+async def _answer(service: Service, call: ChatCall, info: RequestInfo) -> Answer:
+    dispatcher = service.dispatcher
     clips = await decode_clips(dispatcher, call.clips)
     shapes = ChatShapes(call, dispatcher.model_name, int(time.time()))
     headers = ignored_header(iter(call.ignored))

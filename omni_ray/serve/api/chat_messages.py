@@ -7,8 +7,8 @@ from omni_ray.engine.types import MediaPart, Message, TextPart
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.chat_models import ChatMessage, ContentPart
 from omni_ray.serve.api.errors import shown
-from omni_ray.serve.api.ingress import is_blank
 from omni_ray.serve.api.media import EncodedClip
+from omni_ray.serve.api.service import is_blank
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from omni_ray.serve.api.body import OpenAIModel
-from omni_ray.serve.api.ingress import MAX_PRIORITY, MAX_SEED
+from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED
 
 
 class InputAudio(OpenAIModel):

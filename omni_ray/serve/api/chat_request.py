@@ -15,9 +15,9 @@ from omni_ray.serve.api.body import extras_of, unknown_fields
 from omni_ray.serve.api.chat_messages import read_messages
 from omni_ray.serve.api.chat_models import AudioOptions, ChatBody
 from omni_ray.serve.api.errors import invalid, shown
-from omni_ray.serve.api.ingress import MAX_TOKENS, Ingress
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.service import MAX_TOKENS, Service
 from omni_ray.serve.api.voices import resolve_voice
 from omni_ray.serve.planner import Plan
 
@@ -45,19 +45,19 @@ class ChatCall:
     ignored: tuple[str, ...]
 
 
-def chat_route_exists(ingress: Ingress) -> None:
+def chat_route_exists(service: Service) -> None:
     """``NotFoundError`` where the pipeline takes no messages."""
-    pipeline = ingress.dispatcher.pipeline
+    pipeline = service.dispatcher.pipeline
     if not any("messages" in edge.parts for stage in pipeline.stages for edge in stage.inputs):
         raise NotFoundError(f"this model has no such route: pipeline {pipeline.name} takes no messages")
 
 
-def read_chat(ingress: Ingress, body: ChatBody, info: RequestInfo) -> ChatCall:
+def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> ChatCall:
     """Validates ``body``; raises ``InvalidRequestError`` naming the field, or ``NotFoundError`` for the model."""
-    dispatcher = ingress.dispatcher
-    ingress.check_model(body.model)
+    dispatcher = service.dispatcher
+    service.check_model(body.model)
     _refuse_what_cannot_be_honoured(body)
-    modalities = _modalities(ingress, body.modalities)
+    modalities = _modalities(service, body.modalities)
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise InvalidRequestError("stream_options: is only allowed with stream", "stream_options")
@@ -69,7 +69,7 @@ def read_chat(ingress: Ingress, body: ChatBody, info: RequestInfo) -> ChatCall:
     sampling = _sampling(body)
     messages, clips = read_messages(body.messages, dispatcher.config)
     return ChatCall(
-        request=ingress.new_request(
+        request=service.new_request(
             info,
             seed=body.seed,
             priority=body.priority or 0,
@@ -78,7 +78,7 @@ def read_chat(ingress: Ingress, body: ChatBody, info: RequestInfo) -> ChatCall:
             messages=messages,
             voice=voice,
         ),
-        plan=_plan(ingress, modalities, clips),
+        plan=_plan(service, modalities, clips),
         clips=clips,
         modalities=modalities,
         format=format,
@@ -88,9 +88,9 @@ def read_chat(ingress: Ingress, body: ChatBody, info: RequestInfo) -> ChatCall:
     )
 
 
-def _modalities(ingress: Ingress, asked: Any) -> frozenset[Modality]:
+def _modalities(service: Service, asked: Any) -> frozenset[Modality]:
     """Missing, null or empty is text, as OpenAI (C43)."""
-    supported = [m for m in _MODALITIES if m in ingress.dispatcher.pipeline.output_kinds()]
+    supported = [m for m in _MODALITIES if m in service.dispatcher.pipeline.output_kinds()]
     missing = asked is None or asked == []
     wanted = ["text"] if missing else asked
     if not isinstance(wanted, list) or any(item not in supported for item in wanted):
@@ -106,12 +106,12 @@ def _format(asked: Any, stream: bool) -> str:
     return find_format("pcm" if name == "pcm16" else name, streamed=stream, param="audio.format").name
 
 
-def _plan(ingress: Ingress, modalities: frozenset[Modality], clips: tuple[EncodedClip, ...]) -> Plan:
+def _plan(service: Service, modalities: frozenset[Modality], clips: tuple[EncodedClip, ...]) -> Plan:
     """Audio brings the text along, as its transcript, where the pipeline makes text at all."""
-    has_text = "text" in ingress.dispatcher.pipeline.output_kinds()
+    has_text = "text" in service.dispatcher.pipeline.output_kinds()
     outputs: set[OutputKind] = {*modalities, "text"} if has_text else {*modalities}
     try:
-        return ingress.dispatcher.plan(outputs, {"messages", "input_audio"} if clips else {"messages"})
+        return service.dispatcher.plan(outputs, {"messages", "input_audio"} if clips else {"messages"})
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, error.param or ("messages" if clips else "modalities")) from error
 

@@ -5,10 +5,10 @@ from starlette.responses import JSONResponse
 
 from omni_ray.errors import NotReadyError
 from omni_ray.serve.api.errors import error_body, error_headers
-from omni_ray.serve.api.ingress import Ingress
+from omni_ray.serve.api.service import Service
 
 
-def health_routes(ingress: Ingress) -> APIRouter:
+def health_routes(service: Service) -> APIRouter:
     """The routes; they ask for no key."""
     router = APIRouter()
 
@@ -20,7 +20,7 @@ def health_routes(ingress: Ingress) -> APIRouter:
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Readiness: 503 with the stages that do not answer, and why."""
-        readiness = await ingress.dispatcher.readiness()
+        readiness = await service.dispatcher.readiness()
         if readiness.ready:
             return JSONResponse({"status": "ready", "waiting": {}})
         error = NotReadyError(f"waiting for {', '.join(readiness.waiting) or 'stages'}")

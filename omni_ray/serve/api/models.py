@@ -4,16 +4,16 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from omni_ray.serve.api.ingress import Ingress
+from omni_ray.serve.api.service import Service
 
 
-def model_routes(ingress: Ingress) -> APIRouter:
+def model_routes(service: Service) -> APIRouter:
     """The routes; an application serves exactly one model."""
     router = APIRouter()
     model = {
-        "id": ingress.dispatcher.model_name,
+        "id": service.dispatcher.model_name,
         "object": "model",
-        "created": ingress.created,
+        "created": service.created,
         "owned_by": "omni_ray",
     }
 
@@ -25,7 +25,7 @@ def model_routes(ingress: Ingress) -> APIRouter:
     @router.get("/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> dict[str, Any]:
         """The served model, by its id."""
-        ingress.check_model(model_id)
+        service.check_model(model_id)
         return model
 
     return router

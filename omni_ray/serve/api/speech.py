@@ -13,10 +13,10 @@ from omni_ray.serve.api import sse
 from omni_ray.serve.api.body import ignored_header, read_json, with_extras
 from omni_ray.serve.api.deltas import AudioDelta, Delta, Ended, deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
-from omni_ray.serve.api.ingress import Ingress
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import json_body
+from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.sound import Sound
 from omni_ray.serve.api.speech_request import Delivery, SpeechBody, SpeechCall, read_speech
 from omni_ray.serve.api.usage import speech_usage
@@ -24,34 +24,34 @@ from omni_ray.serve.api.voices import voices_body
 from omni_ray.serve.planner import Plan
 
 
-def speech_routes(ingress: Ingress) -> APIRouter:
+def speech_routes(service: Service) -> APIRouter:
     """The routes, with the model's extra fields in the speech body."""
     router = APIRouter()
-    extras = ingress.dispatcher.extras
+    extras = service.dispatcher.extras
     model = with_extras(SpeechBody, extras)
 
     @router.post("/audio/speech", openapi_extra=json_body(model))
     async def create_speech(request: Request) -> Response:
         """Speech from text: raw bytes as they are made, server-sent events, or one whole file."""
-        plan = ingress.route_plan("audio", "speech_text")
-        body = await read_json(request, model, ingress.dispatcher.config.max_body_mb)
+        plan = service.route_plan("audio", "speech_text")
+        body = await read_json(request, model, service.dispatcher.config.max_body_mb)
         info = info_of(request)
-        return LiveResponse(_answer(ingress, read_speech(ingress, body, info, extras), plan, info), info)
+        return LiveResponse(_answer(service, read_speech(service, body, info, extras), plan, info), info)
 
     @router.get("/audio/voices")
     async def list_voices() -> dict[str, Any]:
         """The voices of the served model."""
-        if "audio" not in ingress.dispatcher.pipeline.output_kinds():
-            raise NotFoundError(f"this model has no such route: {ingress.dispatcher.model_name} makes no audio")
-        return voices_body(ingress.dispatcher.pipeline.voices)
+        if "audio" not in service.dispatcher.pipeline.output_kinds():
+            raise NotFoundError(f"this model has no such route: {service.dispatcher.model_name} makes no audio")
+        return voices_body(service.dispatcher.pipeline.voices)
 
     return router
 
 
-async def _answer(ingress: Ingress, call: SpeechCall, plan: Plan, info: RequestInfo) -> Answer:
+async def _answer(service: Service, call: SpeechCall, plan: Plan, info: RequestInfo) -> Answer:
     streamed = call.delivery is not Delivery.WHOLE
     ignored = ignored_header(iter(call.ignored))
-    stream = ingress.dispatcher.stream(call.request, plan, (), info.traceparent)
+    stream = service.dispatcher.stream(call.request, plan, (), info.traceparent)
     async with contextlib.AsyncExitStack() as stack:
         sound = Sound(call.format, streamed=streamed, sample_rate=call.sample_rate, mono=False, info=info)
         stack.enter_context(contextlib.closing(sound))

@@ -14,8 +14,8 @@ from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.body import OpenAIModel, extras_of, unknown_fields
 from omni_ray.serve.api.errors import invalid, shown
-from omni_ray.serve.api.ingress import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Ingress, is_blank
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Service, is_blank
 from omni_ray.serve.api.voices import resolve_voice
 
 SAMPLE_RATES_HZ = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
@@ -63,16 +63,20 @@ class SpeechCall:
 
 
 def read_speech(
-    ingress: Ingress, body: SpeechBody, info: RequestInfo, extras: Mapping[str, type[BaseModel]]
+    service: Service, body: SpeechBody, info: RequestInfo, extras: Mapping[str, type[BaseModel]]
 ) -> SpeechCall:
     """Validates ``body``; raises ``InvalidRequestError`` naming the field, or ``NotFoundError`` for the model."""
-    dispatcher = ingress.dispatcher
-    ingress.check_model(body.model)
+    dispatcher = service.dispatcher
+    service.check_model(body.model)
     limit = dispatcher.config.max_speech_chars
     if len(body.input) > limit:
         raise InvalidRequestError(f"input: has {len(body.input)} characters, more than the {limit} allowed", "input")
     if is_blank(body.input):
         raise InvalidRequestError("input: holds nothing to say", "input")
+    speed = 1.0 if body.speed is None else body.speed
+    slowest, fastest = dispatcher.pipeline.speech_speed
+    if not slowest <= speed <= fastest:
+        raise InvalidRequestError(f"speed: this model speaks at {slowest:g} to {fastest:g}", "speed")
     voice = None
     if "voice" in body.model_fields_set:
         voice = resolve_voice(dispatcher.pipeline.voices, body.voice, "voice")
@@ -82,7 +86,7 @@ def read_speech(
     if body.sample_rate is not None:
         _check_rate(body.sample_rate, format.name, delivery)
     return SpeechCall(
-        request=ingress.new_request(
+        request=service.new_request(
             info,
             seed=body.seed,
             priority=body.priority or 0,
@@ -90,7 +94,7 @@ def read_speech(
             sampling=_sampling(body),
             speech_text=body.input,
             voice=voice,
-            speed=1.0 if body.speed is None else body.speed,
+            speed=speed,
             language=read_language(body.language),
         ),
         delivery=delivery,

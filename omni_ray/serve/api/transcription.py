@@ -9,33 +9,33 @@ from omni_ray.serve.api import sse
 from omni_ray.serve.api.body import ignored_header
 from omni_ray.serve.api.deltas import Ended, SegmentDelta, deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
-from omni_ray.serve.api.ingress import Ingress
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.media import decode_clips
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import form_body
+from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.transcript import Transcript
 from omni_ray.serve.api.transcription_request import TranscriptionCall, TranscriptionForm, read_transcription
 from omni_ray.serve.planner import Plan
 
 
-def transcription_routes(ingress: Ingress) -> APIRouter:
+def transcription_routes(service: Service) -> APIRouter:
     """The route."""
     router = APIRouter()
 
     @router.post("/audio/transcriptions", openapi_extra=form_body(TranscriptionForm))
     async def create_transcription(request: Request) -> Response:
         """Text from an uploaded audio file."""
-        plan = ingress.route_plan("transcript", "input_audio")
+        plan = service.route_plan("transcript", "input_audio")
         info = info_of(request)
-        call = await read_transcription(ingress, request, info)
-        return LiveResponse(_answer(ingress, call, plan, info), info)
+        call = await read_transcription(service, request, info)
+        return LiveResponse(_answer(service, call, plan, info), info)
 
     return router
 
 
-async def _answer(ingress: Ingress, call: TranscriptionCall, plan: Plan, info: RequestInfo) -> Answer:
-    dispatcher = ingress.dispatcher
+async def _answer(service: Service, call: TranscriptionCall, plan: Plan, info: RequestInfo) -> Answer:
+    dispatcher = service.dispatcher
     clips = await decode_clips(dispatcher, [call.clip])
     headers = ignored_header(iter(call.ignored))
     transcript = Transcript(

@@ -15,9 +15,9 @@ from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError, PayloadTooLargeError
 from omni_ray.serve.api.body import MB, limited
 from omni_ray.serve.api.errors import invalid, shown
-from omni_ray.serve.api.ingress import Ingress
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.speech_request import read_language
 
 ResponseFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
@@ -52,12 +52,12 @@ class _MemoryParser(MultiPartParser):
     spool_max_size = 2**40
 
 
-async def read_transcription(ingress: Ingress, http: HttpRequest, info: RequestInfo) -> TranscriptionCall:
+async def read_transcription(service: Service, http: HttpRequest, info: RequestInfo) -> TranscriptionCall:
     """Reads and validates the form; raises ``InvalidRequestError`` naming the field."""
-    config = ingress.dispatcher.config
+    config = service.dispatcher.config
     form = await _read_form(http, config.max_body_mb)
     try:
-        return await _read_fields(ingress, form, info)
+        return await _read_fields(service, form, info)
     finally:
         await form.close()
 
@@ -74,22 +74,22 @@ async def _read_form(http: HttpRequest, max_mb: float) -> FormData:
             raise InvalidRequestError(f"the form cannot be read: {words}") from error
 
 
-async def _read_fields(ingress: Ingress, form: FormData, info: RequestInfo) -> TranscriptionCall:
+async def _read_fields(service: Service, form: FormData, info: RequestInfo) -> TranscriptionCall:
     fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str)}
     try:
         read = TranscriptionForm.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from error
-    ingress.check_model(read.model)
+    service.check_model(read.model)
     _refuse_what_cannot_be_honoured(form, read)
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise InvalidRequestError("file: an uploaded audio file is required", "file")
-    max_mb = ingress.dispatcher.config.max_audio_mb
+    max_mb = service.dispatcher.config.max_audio_mb
     if (file.size or 0) > max_mb * MB:
         raise PayloadTooLargeError(f"file: exceeds the limit of {max_mb:g} MB", "file")
     return TranscriptionCall(
-        request=ingress.new_request(
+        request=service.new_request(
             info,
             seed=None,
             priority=0,

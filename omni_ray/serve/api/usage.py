@@ -22,13 +22,18 @@ class UsageTotals:
 
 
 def chat_usage(totals: UsageTotals) -> dict[str, Any]:
-    """Chat: text tokens in ``completion_tokens``, audio tokens in the details, all of them in the total."""
+    """Chat: ``completion_tokens`` counts text and audio, the details say how many of each, as at OpenAI."""
+    completion = totals.completion + totals.audio
     return {
         "prompt_tokens": totals.prompt,
-        "completion_tokens": totals.completion,
-        "total_tokens": totals.prompt + totals.completion + totals.audio,
+        "completion_tokens": completion,
+        "total_tokens": totals.prompt + completion,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"audio_tokens": totals.audio, "reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "text_tokens": totals.completion,
+            "audio_tokens": totals.audio,
+            "reasoning_tokens": 0,
+        },
     }
 
 

@@ -13,10 +13,10 @@ from omni_ray.config.pipeline import Edge, StageExecutionType, StagePipelineConf
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
+from omni_ray.engine.options import AROptions
 from omni_ray.engine.types import Finish, Request
 from omni_ray.errors import ConfigError
 from omni_ray.models.voice_chat.checkpoint import prepare
-from omni_ray.models.voice_chat.options import ThinkerOptions
 from omni_ray.models.voice_chat.prompt import DEFAULT_SYSTEM, Prompt
 from omni_ray.models.voice_chat.thinker import SmolLM2Thinker, compute_dtype, stop_ids
 
@@ -31,7 +31,7 @@ def context(model: str | None, load_format: Any = "auto", **options: Any) -> Eng
     stage = StagePipelineConfig(
         name="thinker", execution_type=StageExecutionType.LLM_AR, model_arch="SmolLM2Thinker", inputs=(edge,)
     )
-    merged = ThinkerOptions(**{"max_num_seqs": 3, "max_model_len": 256, **options})
+    merged = AROptions(**{"max_num_seqs": 3, "max_model_len": 256, **options})
     return EngineContext(stage, model, SmolLM2Thinker, merged, load_format)
 
 

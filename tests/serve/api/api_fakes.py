@@ -67,6 +67,7 @@ FULL = PipelineConfig(
         _stage("talker", "audio", _from("thinker"), _from("request", "speech_text")),
     ),
     voices=VOICES,
+    speech_speed=(0.25, 4.0),
     max_input_audio_seconds=60,
 )
 TEXT_ONLY = PipelineConfig(

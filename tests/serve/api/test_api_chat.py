@@ -205,7 +205,8 @@ async def test_stream_shapes(script: list[Any], modalities: list[str]) -> None:
     assert response.text.count("[DONE]") == 1
     assert usage["choices"] == []
     assert usage["usage"]["prompt_tokens"] == 5
-    assert usage["usage"]["completion_tokens"] == 2
+    assert usage["usage"]["completion_tokens"] == (5 if "audio" in modalities else 2)
+    assert usage["usage"]["completion_tokens_details"]["text_tokens"] == 2
     assert usage["usage"]["completion_tokens_details"]["audio_tokens"] == (3 if "audio" in modalities else 0)
     assert all(c["usage"] is None for c in chunks)
     assert {c["object"] for c in [*chunks, usage]} == {"chat.completion.chunk"}

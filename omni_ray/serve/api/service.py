@@ -22,7 +22,7 @@ MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Ingress:
+class Service:
     """One application's HTTP side."""
 
     dispatcher: Dispatcher

@@ -1,0 +1,102 @@
+"""``ramp``'s stages chained in one process behind the same HTTP app: the baseline of ``overhead.py``.
+
+The engines, processors and stage runs are the ones that Ray Serve runs; only the handles between them are missing.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import aclosing
+
+import uvicorn
+
+from omni_ray.config.pipeline import OutputKind, RequestPart
+from omni_ray.engine.base import Engine, EngineContext
+from omni_ray.engine.types import AudioClip, Request
+from omni_ray.registry import OmniModelRegistry, import_dotted
+from omni_ray.serve.api.app import make_app
+from omni_ray.serve.dispatcher import Readiness
+from omni_ray.serve.events import Envelope, Opened, OutputEvent
+from omni_ray.serve.latents import store_clips
+from omni_ray.serve.planner import Plan, make_plan
+from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
+from omni_ray.serve.stage_client import Received
+from omni_ray.serve.stage_run import StageParts, StageRun
+
+
+class LocalClient:
+    """A ``StageClient`` whose stage lives in this process."""
+
+    def __init__(self, parts: StageParts) -> None:
+        self._parts = parts
+
+    async def stream(self, envelope: Envelope) -> AsyncGenerator[Received, None]:
+        run = StageRun(self._parts, envelope, None)
+        task = asyncio.create_task(run.go())
+        try:
+            async for batch in run.outbox.batches():
+                for event in batch:
+                    yield Received(event, None)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class LocalDispatcher:
+    """A ``Dispatcher`` over local clients."""
+
+    def __init__(self, app: ResolvedApp, clients: Mapping[str, LocalClient]) -> None:
+        self.pipeline, self.config, self.model_name = app.pipeline, app.ingress.config, app.ingress.model_name
+        self.extras = {}
+        self.max_audio_seconds = app.pipeline.max_audio_seconds
+        self.max_input_audio_seconds = app.pipeline.max_input_audio_seconds
+        self._clients = clients
+
+    def plan(self, outputs: Collection[OutputKind], parts: Collection[RequestPart]) -> Plan:
+        return make_plan(self.pipeline, outputs, parts)
+
+    async def stream(
+        self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
+    ) -> AsyncGenerator[OutputEvent, None]:
+        envelope = Envelope(request, plan, await store_clips(clips, 2**40), traceparent)
+        async with aclosing(self._clients[plan.trunk].stream(envelope)) as stream:
+            async for received in stream:
+                if isinstance(received.event, OutputEvent):
+                    yield received.event
+
+    async def readiness(self) -> Readiness:
+        return Readiness(True, {})
+
+
+async def start(app: ResolvedApp) -> LocalDispatcher:
+    clients: dict[str, LocalClient] = {}
+    for spec in app.stages:
+        stage = app.pipeline.stage(spec.stage)
+        model_cls = OmniModelRegistry.load(stage.model_arch)
+        engine: Engine = import_dotted(spec.engine_path)(
+            EngineContext(stage=stage, model=spec.model, model_cls=model_cls, options=spec.engine_options)
+        )
+        await engine.start()
+        versions = {c.name: e.schema_version for c in app.pipeline.stages for e in c.inputs if e.source == stage.name}
+        parts = StageParts(
+            stage=stage,
+            engine=engine,
+            clients={name: clients[name] for name in app.calls(stage.name)},
+            processors={edge.processor: import_dotted(edge.processor) for edge in stage.inputs},
+            streaming=spec.streaming,
+            async_chunk=spec.async_chunk,
+            sampling=spec.sampling,
+            opened=Opened(stage.name, "local", versions),
+        )
+        clients[stage.name] = LocalClient(parts)
+    return LocalDispatcher(app, clients)
+
+
+async def main(port: int, config: str) -> None:
+    dispatcher = await start(resolve("ramp", AppArgs(deploy_config=config)))
+    app = make_app(dispatcher, frozenset())
+    await uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning")).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,312 @@
+"""The per-request engine: cancellation frees everything, and a hang shows however impatient the clients are."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from omni_ray.config.pipeline import Edge, StagePipelineConfig
+from omni_ray.engine.base import EngineContext
+from omni_ray.engine.options import PerRequestOptions
+from omni_ray.engine.per_request import PerRequestEngine, PerRequestModel, Threads
+from omni_ray.engine.types import Finish, Output, Request, TextChunk
+from omni_ray.errors import SaturatedError, StageFailedError
+
+STAGE = StagePipelineConfig(
+    name="thinker",
+    execution_type="llm_ar",
+    model_arch="Echo",
+    inputs=(Edge(source="request", parts=("messages",), processor="p:q"),),
+)
+
+
+class Echo(PerRequestModel):
+    """One text chunk per input; ``compute`` is called with the input in a thread."""
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.compute: Callable[[str], str] = str
+        self.loaded_in: str | None = None
+        self.closed: list[str] = []
+
+    def load(self) -> None:
+        self.loaded_in = threading.current_thread().name
+
+    async def generate(
+        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+    ) -> AsyncIterator[Output]:
+        try:
+            (items,) = inputs.values()
+            position = 0
+            async for item in items:
+                yield TextChunk(position, await threads.run(self.compute, item))
+                position += 1
+            yield Finish()
+        finally:
+            self.closed.append(request.request_id)
+
+
+@pytest.fixture
+async def made():
+    """Makes engines with given options and stops them afterwards."""
+    engines: list[PerRequestEngine] = []
+
+    async def make(**options: Any) -> tuple[PerRequestEngine, Echo]:
+        engine = PerRequestEngine(EngineContext(STAGE, None, Echo, PerRequestOptions(**options)))
+        engines.append(engine)
+        await engine.start()
+        model = engine._model
+        assert isinstance(model, Echo)
+        return engine, model
+
+    yield make
+    for engine in engines:
+        await engine.stop()
+
+
+async def words(*items: str) -> AsyncIterator[str]:
+    for item in items:
+        yield item
+
+
+async def collect(engine: PerRequestEngine, name: str, *items: str) -> list[Output]:
+    return [output async for output in engine.generate(Request(name, seed=0), {"request": words(*items)})]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - counters are polled, as a health check does
+            await asyncio.sleep(0.002)
+
+
+def counters(engine: PerRequestEngine) -> tuple[int, int]:
+    stats = engine.stats()
+    return stats.running, stats.queued
+
+
+async def test_loads_off_the_event_loop(made):
+    _, model = await made()
+    assert model.loaded_in != threading.main_thread().name
+
+
+async def test_outputs_end_with_one_finish(made):
+    engine, model = await made()
+    assert await collect(engine, "a", "x", "y") == [TextChunk(0, "x"), TextChunk(1, "y"), Finish()]
+    assert counters(engine) == (0, 0)
+    assert model.closed == ["a"]
+
+
+async def test_requests_run_side_by_side(made):
+    engine, model = await made(threads=2)
+    both = threading.Barrier(2)
+    model.compute = lambda item: f"{item}{both.wait(5)}"[0]
+    answers = await asyncio.gather(collect(engine, "a", "x"), collect(engine, "b", "y"))
+    assert [answer[0].text for answer in answers] == ["x", "y"]
+
+
+async def test_one_failure_touches_one_request(made):
+    engine, model = await made()
+
+    def compute(item: str) -> str:
+        if item == "bad":
+            raise ValueError("bad input")
+        return item
+
+    model.compute = compute
+    good, bad = await asyncio.gather(
+        collect(engine, "a", "x", "y"), collect(engine, "b", "bad"), return_exceptions=True
+    )
+    assert good[-1] == Finish()
+    assert isinstance(bad, ValueError)
+    assert counters(engine) == (0, 0)
+    await engine.check_health()
+
+
+async def test_full_engine_refuses_before_it_asks_for_input(made):
+    """Design 5: inputs are lazy, so that nothing upstream starts for a request that is refused."""
+    engine, model = await made(max_num_seqs=1, max_queue=0)
+    release = threading.Event()
+    model.compute = lambda item: str(release.wait(5))
+    first = asyncio.ensure_future(collect(engine, "a", "x"))
+    await until(lambda: counters(engine) == (1, 0))
+    asked = []
+
+    async def watched() -> AsyncIterator[str]:
+        asked.append(True)
+        yield "y"
+
+    with pytest.raises(SaturatedError):
+        await anext(engine.generate(Request("b", seed=0), {"request": watched()}))
+    assert not asked
+    release.set()
+    await first
+
+
+class TestCancel:
+    """Closing the iterator stops the work within one step and frees everything."""
+
+    async def test_close_between_outputs(self, made):
+        engine, model = await made()
+        async with aclosing(engine.generate(Request("a", seed=0), {"request": words("x", "y")})) as outputs:
+            assert await anext(outputs) == TextChunk(0, "x")
+        assert model.closed == ["a"]
+        assert counters(engine) == (0, 0)
+
+    async def test_cancel_while_waiting_for_input(self, made):
+        engine, _ = await made()
+
+        async def never() -> AsyncIterator[str]:
+            await asyncio.sleep(60)
+            yield "x"
+
+        task = asyncio.ensure_future(anext(engine.generate(Request("a", seed=0), {"request": never()})))
+        await until(lambda: counters(engine) == (1, 0))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert counters(engine) == (0, 0)
+
+    async def test_cancel_in_the_middle_of_a_step(self, made):
+        """The request is over at once; the thread goes on until its call returns."""
+        engine, model = await made()
+        release = threading.Event()
+        model.compute = lambda item: str(release.wait(5))
+        task = asyncio.ensure_future(collect(engine, "a", "x"))
+        await until(lambda: engine._admission._computing == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert model.closed == ["a"]
+        assert counters(engine) == (0, 0)
+        assert engine._admission._computing == 1, "the call still holds its thread"
+        release.set()
+        await until(lambda: engine._admission._computing == 0)
+
+    async def test_a_call_that_waits_for_a_thread_never_runs(self, made):
+        """Cancelled work that was only queued for the pool must not cost the others a step."""
+        engine, model = await made(threads=1)
+        release, ran = threading.Event(), []
+
+        def compute(item: str) -> str:
+            ran.append(item)
+            release.wait(5)
+            return item
+
+        model.compute = compute
+        first = asyncio.ensure_future(collect(engine, "a", "x"))
+        await until(lambda: ran == ["x"])
+        second = asyncio.ensure_future(collect(engine, "b", "y"))
+        await until(lambda: engine._admission._computing == 2)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        release.set()
+        await first
+        await until(lambda: engine._admission._computing == 0)
+        assert ran == ["x"]
+
+    async def test_cancel_while_queued(self, made):
+        engine, model = await made(max_num_seqs=1)
+        release = threading.Event()
+        model.compute = lambda item: str(release.wait(5))
+        first = asyncio.ensure_future(collect(engine, "a", "x"))
+        second = asyncio.ensure_future(collect(engine, "b", "y"))
+        await until(lambda: counters(engine) == (1, 1))
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        release.set()
+        await first
+        assert counters(engine) == (0, 0)
+        assert model.closed == ["a"], "b never reached the model"
+
+
+class TestHealth:
+    """Unhealthy means: work in hand and no output for ``stall_s``."""
+
+    async def test_hang_is_noticed(self, made):
+        engine, model = await made(stall_s=0.2)
+        release = threading.Event()
+        model.compute = lambda item: str(release.wait(5))
+        task = asyncio.ensure_future(collect(engine, "a", "x"))
+        await until(lambda: engine._admission._computing == 1)
+        await engine.check_health()
+        await asyncio.sleep(0.3)
+        with pytest.raises(StageFailedError, match="stage thinker hangs: 1 requests in hand, no output for"):
+            await engine.check_health()
+        release.set()
+        await task
+        await engine.check_health()
+
+    async def test_hang_shows_although_clients_give_up_sooner(self, made):
+        """With the default deadlines (60 s each) every client left just before the engine counted as hung: the thread
+        stayed stuck, each new request started a new clock, and the replica was never replaced.
+        """
+        engine, model = await made(stall_s=0.2, threads=1)
+        release = threading.Event()
+        model.compute = lambda item: str(release.wait(10))
+        noticed = False
+        for n in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(collect(engine, str(n), "x"), 0.04)
+            try:
+                await engine.check_health()
+            except StageFailedError:
+                noticed = True
+                break
+        release.set()
+        assert noticed
+
+    async def test_waiting_for_input_is_never_unhealthy(self, made):
+        """A talker whose thinker is slow: replacing it would kill streams that are fine."""
+        engine, _ = await made(stall_s=0.15)
+
+        async def slow() -> AsyncIterator[str]:
+            yield "x"
+            await asyncio.sleep(0.3)
+            yield "y"
+
+        task = asyncio.ensure_future(_drain(engine, slow()))
+        while not task.done():
+            await engine.check_health()
+            await asyncio.sleep(0.01)
+        assert len(task.result()) == 3
+
+    async def test_a_slow_reader_is_never_unhealthy(self, made):
+        engine, _ = await made(stall_s=0.01)
+        async with aclosing(engine.generate(Request("a", seed=0), {"request": words("x", "y")})) as outputs:
+            await anext(outputs)
+            await asyncio.sleep(0.03)
+            await engine.check_health()
+
+    async def test_simulated_compute_counts(self, made):
+        """``threads.sleep`` stands for compute time, so a hanging fault knob is a hang."""
+        engine, _ = await made(stall_s=0.02)
+        task = asyncio.ensure_future(engine._threads.sleep(60))
+        await asyncio.sleep(0.05)
+        with pytest.raises(StageFailedError):
+            await engine.check_health()
+        task.cancel()
+
+    async def test_many_slow_steps_are_healthy(self, made):
+        """Each step is shorter than ``stall_s``, the sum is longer; one thread, several requests queue for it."""
+        engine, model = await made(stall_s=0.4, threads=1)
+
+        def compute(item: str) -> str:
+            time.sleep(0.07)
+            return item
+
+        model.compute = compute
+        task = asyncio.gather(*(collect(engine, str(n), "x", "y") for n in range(4)))
+        while not task.done():
+            await engine.check_health()
+            await asyncio.sleep(0.005)
+        await task
+
+
+async def _drain(engine: PerRequestEngine, items: AsyncIterator[str]) -> list[Output]:
+    return [output async for output in engine.generate(Request("a", seed=0), {"request": items})]

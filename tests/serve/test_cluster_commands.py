@@ -1,0 +1,174 @@
+"""What people type: ``serve run``, ``serve deploy``, ``serve build`` and ``omni-ray serve``, each as a process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from omni_ray.models.ramp import oracle
+from tests.conftest import free_port, wait_until
+from tests.serve.test_ramp import TEXT, speech
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[dict[str, str]]:
+    """A second Ray cluster, with a dashboard for the REST API; yields the environment that points at it."""
+    gcs, dashboard = free_port(), free_port()
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    command = [
+        BIN / "ray", "start", "--head", f"--port={gcs}", f"--dashboard-port={dashboard}", "--num-cpus=16",
+        "--include-dashboard=true", f"--dashboard-agent-listen-port={free_port()}", "--disable-usage-stats",
+        f"--dashboard-agent-grpc-port={free_port()}", f"--metrics-export-port={free_port()}",
+        f"--ray-client-server-port={free_port()}", "--block",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [str(c) for c in command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    agent = f"http://127.0.0.1:{dashboard}"
+
+    def up() -> bool:
+        try:
+            return httpx.get(f"{agent}/api/version").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        wait_until(up, 60)
+        yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_DASHBOARD_ADDRESS": agent}
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def run(*words: str, env: dict[str, str], timeout: float = 120) -> str:
+    done = subprocess.run(
+        [str(BIN / words[0]), *words[1:]], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def answers(url: str) -> bool:
+    try:
+        response = httpx.post(f"{url}/v1/audio/speech", json=speech(), timeout=10)
+    except httpx.HTTPError:
+        return False
+    return response.status_code == 200 and response.content == oracle.pcm(TEXT)
+
+
+@contextmanager
+def in_background(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [str(BIN / words[0]), *words[1:]],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path) -> None:
+    """C67: ``serve build graphs.built:x`` and ``omni-ray build x`` validate, deploy and answer."""
+    from ray.serve.schema import ServeDeploySchema
+
+    port = free_port()
+    built, ours = tmp_path / "built.yaml", tmp_path / "ours.yaml"
+    run("serve", "build", "graphs.built:ramp", "-o", str(built), env=head)
+    run("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml", "-o", str(ours), env=head)
+    for file in (ours, built):
+        config = yaml.safe_load(file.read_text())
+        ServeDeploySchema.model_validate(config)
+        assert ("deployments" in config["applications"][0]) == (file == built)
+        config["http_options"]["port"] = port
+        config["applications"][0]["route_prefix"] = "/"
+        config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+        file.write_text(yaml.safe_dump(config))
+        run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 60)
+
+
+def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> None:
+    """A ``deployments:`` block replaces options silently in Serve; our stages refuse to start and name the key."""
+    file = tmp_path / "override.yaml"
+    run("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml", "-o", str(file), env=head)
+    config = yaml.safe_load(file.read_text())
+    app = config["applications"][0]
+    app["deployments"] = [{"name": "talker", "ray_actor_options": {"num_cpus": 0.3}}]
+    app["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    app["name"], app["route_prefix"] = "override", "/override"
+    del config["http_options"]
+    file.write_text(yaml.safe_dump(config))
+    run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
+
+    def status() -> str:
+        return run("serve", "status", "-n", "override", "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
+
+    wait_until(lambda: "DEPLOY_FAILED" in status(), 60)
+    assert "ray_actor_options.num_cpus" in status()
+    assert "stages.talker" in status()
+
+
+def test_serve_run(head: dict[str, str]) -> None:
+    """``serve run graphs:ramp key=value``; a wrong argument fails at once and names the right one."""
+    bad = subprocess.run(
+        [str(BIN / "serve"), "run", "graphs:ramp", "deploy_confg=x"], cwd=ROOT, env=head, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert bad.returncode != 0
+    assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
+    name = ["--name", "run", "--route-prefix", "/run"]
+    with in_background(
+        "serve", "run", *name, "graphs:ramp", "deploy_config=deploy_configs/ramp.yaml", env=head
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "is ready at" in line:
+                url = line.split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
+                break
+        wait_until(lambda: answers(url), 30)
+
+
+def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
+    """The command behind ``make serve``: ready line, real answer, SIGTERM ends it cleanly with exit code 0."""
+    port = free_port()
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    env.pop("RAY_ADDRESS", None)
+    words = ["omni-ray", "serve", "ramp", "deploy_config=deploy_configs/ramp.yaml", "--port", str(port)]
+    with in_background(*words, env=env) as process:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 90)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert process.wait(40) == 0
+        assert time.monotonic() - started < 40
+
+
+def test_too_small_a_cluster_is_said_before_anything_starts() -> None:
+    """C64: what is needed, what there is, and no waiting."""
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    env.pop("RAY_ADDRESS", None)
+    config = '{"stages": {"talker": {"deployment": {"ray_actor_options": {"num_gpus": 1}}}}}'
+    done = subprocess.run(
+        [str(BIN / "omni-ray"), "serve", "ramp", f"deploy_config={config}", "--port", str(free_port())],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "talker needs 1 GPU" in done.stderr

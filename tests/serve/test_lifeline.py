@@ -1,0 +1,221 @@
+"""The lifeline over real sockets: a consumer that dies, however it dies, is noticed within a second."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from omni_ray.serve.events import LifelineAddress
+from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost, ProducerEnd
+
+HOST = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[2]
+
+CONSUMER = """
+import asyncio
+from omni_ray.serve.lifeline import LifelineHost
+async def main():
+    async with LifelineHost("127.0.0.1").open() as end:
+        print(end.address.port, end.address.token, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+async def until(condition: Callable[[], bool], seconds: float = 2) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - the other end's state is polled
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def following(address: LifelineAddress, window_bytes: int = 1000) -> AsyncIterator[ProducerEnd]:
+    """A producer's end that follows ``address`` while the body runs."""
+    producer = ProducerEnd(window_bytes)
+    task = asyncio.ensure_future(producer.follow(address))
+    try:
+        yield producer
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+async def host():
+    made = LifelineHost(HOST)
+    yield made
+    await made.stop()
+
+
+def attached(end: ConsumerEnd) -> bool:
+    return end._writer is not None
+
+
+async def test_lives_as_long_as_the_stream(host: LifelineHost):
+    async with host.open() as end, following(end.address) as producer:
+        await until(lambda: attached(end))
+        await asyncio.sleep(0.05)
+        assert not producer.lost.done()
+
+
+async def test_end_of_the_stream_is_seen(host: LifelineHost):
+    async with host.open() as end:
+        producer = ProducerEnd(1000)
+        task = asyncio.ensure_future(producer.follow(end.address))
+        await until(lambda: attached(end))
+    await asyncio.wait_for(producer.lost, 1)
+    await asyncio.wait_for(task, 1)
+    assert host._ends == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_killed_consumer_is_noticed_within_a_second(number: int):
+    """On the actor path a killed consumer left the producer computing to its end (measured); this is its cure."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CONSUMER, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        port, token = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        async with following(LifelineAddress(HOST, int(port), token)) as producer:
+            await asyncio.sleep(0.1)
+            assert not producer.lost.done()
+            os.kill(process.pid, number)
+            started = time.monotonic()
+            await asyncio.wait_for(asyncio.shield(producer.lost), 1)
+            assert time.monotonic() - started < 1
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        await process.wait()
+
+
+async def test_stopped_consumer_is_not_lost():
+    """A consumer that only pauses (a long garbage collection, a debugger) keeps its stream."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CONSUMER, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        port, token = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        async with following(LifelineAddress(HOST, int(port), token)) as producer:
+            await asyncio.sleep(0.05)
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            assert not producer.lost.done()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+class TestStrangers:
+    """Whoever knocks without this stream's token."""
+
+    @pytest.mark.parametrize("token", ["0" * 32, "f" * 64, "x"])
+    async def test_wrong_token_is_cut_off(self, host: LifelineHost, token: str):
+        async with host.open() as end:
+            producer = ProducerEnd(1000)
+            wrong = LifelineAddress(HOST, end.address.port, token)
+            task = asyncio.ensure_future(producer.follow(wrong))
+            if len(token) < 32:  # it never completes a token: cut after the connect timeout, or when it leaves
+                await asyncio.sleep(0.05)
+                assert not attached(end)
+                task.cancel()
+                return
+            await asyncio.wait_for(producer.lost, 1)
+            assert not attached(end)
+
+    async def test_late_connect(self, host: LifelineHost):
+        """The stream ended before its producer came: the producer is told at once, not after a timeout."""
+        async with host.open():
+            async with host.open() as end:
+                late = end.address
+            async with following(late) as producer:
+                await asyncio.wait_for(producer.lost, 1)
+
+    async def test_nobody_listens(self, unused_tcp_port: int):
+        async with following(LifelineAddress(HOST, unused_tcp_port, "0" * 32)) as producer:
+            await asyncio.wait_for(producer.lost, 1)
+
+    async def test_one_streams_end_leaves_the_others(self, host: LifelineHost):
+        async with host.open() as kept, following(kept.address) as alive:
+            async with host.open() as ended, following(ended.address) as gone:
+                await until(lambda: attached(kept) and attached(ended))
+                assert kept.address.token != ended.address.token
+                ended.close()
+                await asyncio.wait_for(gone.lost, 1)
+            assert not alive.lost.done()
+
+
+class TestWindow:
+    """Unread latents of one stream are bounded."""
+
+    async def test_blocks_and_resumes(self, host: LifelineHost):
+        async with host.open() as end, following(end.address, window_bytes=100) as producer:
+            await producer.acquire(60)
+            await producer.acquire(40)
+            blocked = asyncio.ensure_future(producer.acquire(1))
+            await asyncio.sleep(0.03)
+            assert not blocked.done()
+            end.credit(60)
+            await asyncio.wait_for(blocked, 1)
+
+    async def test_small_credits_add_up(self, host: LifelineHost):
+        async with host.open() as end, following(end.address, window_bytes=100) as producer:
+            await producer.acquire(100)
+            blocked = asyncio.ensure_future(producer.acquire(50))
+            await until(lambda: attached(end))
+            for _ in range(4):
+                end.credit(10)
+            await asyncio.sleep(0.03)
+            assert not blocked.done()
+            end.credit(10)
+            await asyncio.wait_for(blocked, 1)
+
+    async def test_an_item_larger_than_the_window_passes_alone(self, host: LifelineHost):
+        async with host.open() as end, following(end.address, window_bytes=100) as producer:
+            await asyncio.wait_for(producer.acquire(1_000_000), 1)
+            blocked = asyncio.ensure_future(producer.acquire(1))
+            await asyncio.sleep(0.02)
+            assert not blocked.done()
+            end.credit(1_000_000)
+            await asyncio.wait_for(blocked, 1)
+
+    async def test_credit_before_the_producer_connects(self, host: LifelineHost):
+        """The first events may be read before the lifeline is up: nothing of that may be forgotten."""
+        async with host.open() as end:
+            end.credit(100)
+            async with following(end.address, window_bytes=100) as producer:
+                await producer.acquire(100)
+                await asyncio.wait_for(producer.acquire(100), 1)
+
+    async def test_many_megabytes(self, host: LifelineHost):
+        """More than 2**32 bytes over a long stream: the count must not wrap."""
+        big = 2**31
+        async with host.open() as end, following(end.address, window_bytes=2 * big) as producer:
+            for _ in range(5):
+                await asyncio.wait_for(producer.acquire(big), 1)
+                end.credit(big)
+
+
+async def test_many_streams_share_one_socket(host: LifelineHost):
+    async def stream() -> int:
+        async with host.open() as end, following(end.address) as producer:
+            await until(lambda: attached(end))
+            assert not producer.lost.done()
+            return end.address.port
+
+    assert len(set(await asyncio.gather(*(stream() for _ in range(50))))) == 1
+    assert host._ends == {}
+
+
+async def test_stop_before_any_stream():
+    await LifelineHost(HOST).stop()
