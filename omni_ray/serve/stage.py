@@ -131,8 +131,11 @@ class Stage:
                     task.cancel()
                 with suppress(asyncio.CancelledError):
                     await asyncio.gather(*tasks, return_exceptions=True)
-                if run.refs_travel and not complete:
+                if end is not None:
+                    end.lost.cancel()  # its callback knows the run, and the run knows the end: a cycle that holds refs
+                if not complete:
                     run.abandon()
+                if run.refs_travel and (run.cut_off or not complete):
                     self._collector.soon()
 
     @asynccontextmanager

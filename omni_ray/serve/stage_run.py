@@ -66,7 +66,9 @@ class StageRun:
         }
         self._asked = asyncio.Event()
         self._computed = False
+        self._unfinished = set(self._queues)
         self._cut_short = False
+        self.cut_off = False
         self._refs: list[OutputEvent] = []
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms)
@@ -77,7 +79,8 @@ class StageRun:
             async with asyncio.TaskGroup() as tasks:
                 pumps = [tasks.create_task(self._pump(self._parts.clients[name])) for name in self._part.calls]
                 await tasks.create_task(self._compute())
-                if not self._upstream_wanted():
+                if self._unfinished and not self._upstream_wanted():
+                    self.cut_off = True
                     for pump in pumps:
                         pump.cancel()
         except BaseExceptionGroup as group:
@@ -202,6 +205,7 @@ class StageRun:
             self.outbox.put(event)
         queue = self._queues.get(event.stage)
         if queue is not None and isinstance(event.output, Finish):
+            self._unfinished.discard(event.stage)
             self._cut_short |= event.output.reason == "length"  # what was made from a part is a part itself
         if queue is None or self._computed:
             received.read()

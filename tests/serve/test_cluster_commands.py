@@ -135,10 +135,9 @@ def test_serve_run(head: dict[str, str]) -> None:
     )  # fmt: skip
     assert bad.returncode != 0
     assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
-    name = ["--name", "run", "--route-prefix", "/run"]
-    with in_background(
-        "serve", "run", *name, "graphs:ramp", "deploy_config=deploy_configs/ramp.yaml", env=head
-    ) as process:
+    words = ["serve", "run", "--name", "run", "--route-prefix", "/run"]
+    words += ["graphs:ramp", "deploy_config=deploy_configs/ramp.yaml"]
+    with in_background(*words, env=head) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "is ready at" in line:
