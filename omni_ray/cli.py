@@ -59,10 +59,16 @@ def _parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser(
         "checkpoint",
-        help="make a pipeline's weights from installed packages",
-        description="Make a pipeline's model directory from installed packages, once; later calls only verify it.",
+        help="make a pipeline's model directory",
+        description="Without a kind: make the weights from installed packages, once; later calls only verify them. "
+        "Some pipelines can write random weights (--tiny) or a full-size config without any (--dummy).",
     )
     add.add_argument("pipeline", help="a name that `omni-ray list` shows")
+    kinds = add.add_mutually_exclusive_group()
+    kinds.add_argument("--tiny", metavar="OUT", help="write random weights, for CPU tests, to an empty directory")
+    kinds.add_argument(
+        "--dummy", metavar="OUT", help="write a full-size config, for load_format: dummy"
+    )
     add.set_defaults(run=_checkpoint)
 
     add = commands.add_parser(
@@ -73,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _application(add)
     add.add_argument("--host", default="127.0.0.1", help="HTTP address (default: %(default)s)")
     add.add_argument("--port", type=int, default=8000, help="HTTP port (default: %(default)s)")
-    add.add_argument("--address", help="an existing Ray cluster, as for `ray.init`; the default starts a local one")
+    add.add_argument("--address", help="an existing Ray cluster; without it and without RAY_ADDRESS, a local one")
     add.add_argument("--start-timeout", type=float, default=600, metavar="S", help="fail if not ready by then")
     add.set_defaults(run=_serve)
 
@@ -146,9 +152,21 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
     from omni_ray.registry import import_dotted, load_pipeline
 
     pipeline = load_pipeline(args.pipeline)
+    kind, out = ("tiny", args.tiny) if args.tiny else ("dummy", args.dummy)
+    if out is not None:
+        if kind not in pipeline.checkpoints:
+            known = ", ".join(f"--{kind}" for kind in pipeline.checkpoints) or "none"
+            raise ConfigError([f"{pipeline.name} makes no {kind} checkpoint; known: {known}"])
+        if Path(out).exists() and any(Path(out).iterdir()):
+            raise ConfigError([f"{out} exists and is not empty"])
+        import_dotted(pipeline.checkpoints[kind])(Path(out))
+        print(out)
+        return 0
     if pipeline.prepare is None:
         print(f"{pipeline.name} needs no weights from packages", file=sys.stderr)
         return 0

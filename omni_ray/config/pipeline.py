@@ -120,6 +120,8 @@ class PipelineConfig(StrictModel):
         checkpoint_basenames: checkpoint directory names that select it, for checkpoints without ``model_type``.
         prepare: dotted path of a function ``(progress) -> model directory`` that makes the weights from installed
             packages when no ``model`` is given; None if a model must be given or none is needed.
+        checkpoints: kinds of checkpoint that can be made (``tiny``, ``dummy``); for each the dotted path of a
+            function ``(out: Path) -> None``.
         voices: what ``/v1/audio/voices`` lists.
         speech_speed: slowest and fastest ``speed`` that the models honour.
         input_audio_sample_rate: Hz at which stages take audio.
@@ -133,6 +135,7 @@ class PipelineConfig(StrictModel):
     hf_architectures: tuple[str, ...] = ()
     checkpoint_basenames: tuple[str, ...] = ()
     prepare: str | None = None
+    checkpoints: dict[str, str] = Field(default_factory=dict)
     voices: Voices = Voices()
     speech_speed: tuple[float, float] = (1.0, 1.0)
     input_audio_sample_rate: int = Field(default=16000, ge=1)

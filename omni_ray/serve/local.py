@@ -31,7 +31,9 @@ def serve_here(
     stop = threading.Event()
     # replicas import `graphs` and relative paths from here, as with `serve run`
     os.environ.setdefault("PYTHONPATH", os.getcwd())
-    ray.init(address=address, log_to_driver=True, ignore_reinit_error=True)
+    # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost
+    address = address or os.environ.get("RAY_ADDRESS")
+    ray.init(address=address or "local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: stop.set())
     try:

@@ -132,9 +132,7 @@ def _stage_rows(app: ResolvedApp) -> list[StageRow]:
 def _request_rows(app: ResolvedApp) -> list[RequestRow]:
     rows: dict[tuple[str, str], RequestRow] = {}
     for plan in app.plans:
-        parts = {
-            p for part in plan.stages for i in part.edges for p in app.pipeline.stage(part.name).inputs[i].parts
-        }
+        parts = {p for part in plan.stages for i in part.edges for p in app.pipeline.stage(part.name).inputs[i].parts}
         row = RequestRow(" + ".join(sorted(parts)), " + ".join(kind for kind, _ in plan.outputs), list(plan.names()))
         rows[row.takes, row.makes] = row
     return list(rows.values())

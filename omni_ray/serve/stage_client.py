@@ -130,4 +130,3 @@ class StageClient:
             return ReplicaDiedError(f"a replica of stage {self.stage} died")
         logger.error("stage %s failed in an unforeseen way", self.stage, exc_info=error)
         return StageFailedError(f"stage {self.stage} failed")
-

@@ -1,9 +1,11 @@
 """What people type: ``serve run``, ``serve deploy``, ``serve build`` and ``omni-ray serve``, each as a process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +27,9 @@ BIN = Path(sys.executable).parent
 def head() -> Iterator[dict[str, str]]:
     """A second Ray cluster, with a dashboard for the REST API; yields the environment that points at it."""
     gcs, dashboard = free_port(), free_port()
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    # Ray notes the newest cluster in its temporary directory; a short path, because sockets live there too
+    scratch = tempfile.mkdtemp(prefix="omni", dir="/tmp")
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": scratch}
     command = [
         BIN / "ray", "start", "--head", f"--port={gcs}", f"--dashboard-port={dashboard}", "--num-cpus=16",
         "--include-dashboard=true", f"--dashboard-agent-listen-port={free_port()}", "--disable-usage-stats",
@@ -50,6 +54,7 @@ def head() -> Iterator[dict[str, str]]:
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def run(*words: str, env: dict[str, str], timeout: float = 120) -> str:
@@ -129,10 +134,8 @@ def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> N
 
 def test_serve_run(head: dict[str, str]) -> None:
     """``serve run graphs:ramp key=value``; a wrong argument fails at once and names the right one."""
-    bad = subprocess.run(
-        [str(BIN / "serve"), "run", "graphs:ramp", "deploy_confg=x"], cwd=ROOT, env=head, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+    typo = [str(BIN / "serve"), "run", "graphs:ramp", "deploy_confg=x"]
+    bad = subprocess.run(typo, cwd=ROOT, env=head, capture_output=True, text=True, timeout=60)
     assert bad.returncode != 0
     assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
     words = ["serve", "run", "--name", "run", "--route-prefix", "/run"]

@@ -166,6 +166,26 @@ async def test_a_killed_consumer_stops_its_producers(app: Served, victim: str, p
     assert {stage: tags for stage, tags in app.replicas().items() if stage != victim} == kept
 
 
+async def test_a_killed_ingress_stops_the_graph(app: Served) -> None:
+    """The ingress is a consumer too: its death ends every stage's work, and Serve brings up another one."""
+    slow = {"ramp": {"thinker": {"delay_ms": 30}}}
+    async with app.async_client() as client:
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=chat(LONG, **slow)))
+        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == 1, 5)
+        await asyncio.sleep(0.3)
+        await kill(app, "ingress")
+        idle(app, 1.2)
+        with contextlib.suppress(httpx.HTTPError):
+            assert "[DONE]" not in (await running).text
+
+    def answered() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.post(f"{app.url}/v1/audio/speech", json=speech()).content == oracle.pcm(TEXT)
+        return False
+
+    await asyncio.to_thread(wait_until, answered, 30)
+
+
 async def test_a_request_that_showed_nothing_is_retried_once(app: Served) -> None:
     """A replica dies before any event came back: the client never learns of it."""
     async with app.async_client() as client:

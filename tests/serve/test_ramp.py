@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import itertools
 import json
 from typing import Any
 
@@ -139,3 +140,23 @@ async def test_one_message_per_chunk_and_hop(serving: Serving) -> None:
     sent = {stage: sum(s.messages for s in app.states(stage)) - n for stage, n in sent.items()}
     assert sent["code2wav"] <= frames / 25 + 2
     assert sent["talker"] <= frames / 25 + 2
+
+
+async def test_sound_arrives_as_it_is_made(serving: Serving) -> None:
+    """C35: with 200 ms per decoded chunk the first sound comes after about one chunk's time, then one by one."""
+    app = serving("ramp", {"stages": {"code2wav": {"engine": {"chunk_frames": [3], "faults": {"delay_ms": 200}}}}})
+    text = " ".join(["w"] * 8)
+    loop = asyncio.get_running_loop()
+    async with app.async_client() as client:
+        started, arrivals, pcm = loop.time(), [], b""
+        async with client.stream("POST", "/v1/audio/speech", json=speech(text)) as response:
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["x-accel-buffering"] == "no"
+            async for piece in response.aiter_raw():
+                arrivals.append(loop.time() - started)
+                pcm += piece
+    assert pcm == oracle.pcm(text)
+    assert len(arrivals) >= 8
+    assert arrivals[0] < 0.2 + 0.35
+    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
+    assert sorted(gaps)[len(gaps) // 2] > 0.1, "chunks were collected and sent together"
