@@ -66,9 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("pipeline", help="a name that `omni-ray list` shows")
     kinds = add.add_mutually_exclusive_group()
     kinds.add_argument("--tiny", metavar="OUT", help="write random weights, for CPU tests, to an empty directory")
-    kinds.add_argument(
-        "--dummy", metavar="OUT", help="write a full-size config, for load_format: dummy"
-    )
+    kinds.add_argument("--dummy", metavar="OUT", help="write a full-size config, for load_format: dummy")
     add.set_defaults(run=_checkpoint)
 
     add = commands.add_parser(
