@@ -25,6 +25,7 @@ from omni_ray.errors import InvalidRequestError, NonFiniteAudioError, PayloadToo
 
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _INPUT_RATES_HZ = (4_000, 384_000)
+_BASE64_SLICE = 2**20  # characters, a multiple of 4
 _BLOCK_SAMPLES = 65_536  # per read, all channels together
 _FULL_SCALE = 32_767  # symmetric, so that -1.0 and 1.0 both fit and no sign flips
 _UNKNOWN_SIZE = 0xFFFF_FFFF  # WAV sizes of a stream; 0 would read as empty (C26)
@@ -60,8 +61,12 @@ def decode_base64(data: str, *, param: str, max_bytes: int) -> bytes:
         raise PayloadTooLargeError(f"'{param}' exceeds the limit of {max_bytes / 2**20:.4g} MB", param)
     if characters % 4:  # the decoder lets a surplus "=" pass
         raise invalid
-    try:
-        decoded = base64.b64decode(data[start:].replace("\n", "").replace("\r", ""), validate=True)
+    text = data[start:].replace("\n", "").replace("\r", "")
+    if text.find("=", 0, -2) >= 0:
+        raise invalid
+    try:  # in slices: the decoder lets no other thread run, and 50 MB take it 0.2 s (C55)
+        slices = (text[at : at + _BASE64_SLICE] for at in range(0, len(text), _BASE64_SLICE))
+        decoded = b"".join([base64.b64decode(piece, validate=True) for piece in slices])
     except ValueError as error:  # also binascii.Error, and non-ASCII text
         raise invalid from error
     if not decoded:

@@ -49,6 +49,13 @@ class PayloadTooLargeError(InvalidRequestError):
     status = 413
 
 
+class BodyTimeoutError(InvalidRequestError):
+    """The request's body came too slowly, or stopped coming."""
+
+    status = 408
+    error_type = "timeout_error"
+
+
 class NotFoundError(InvalidRequestError):
     """The model, route or voice resource does not exist."""
 
@@ -99,6 +106,10 @@ class SchemaMismatchError(StageFailedError):
     """Two replicas speak different versions of an edge's schema (a roll-out is under way)."""
 
     status = 503
+
+
+class TruncatedError(StageFailedError):
+    """The answer reached a limit before its end, in a form that cannot say so."""
 
 
 class NonFiniteAudioError(StageFailedError):

@@ -25,6 +25,7 @@ from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 
 OMNI_PIPELINES: dict[str, str] = {
+    "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
     "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
     "voice_chat": "omni_ray.models.voice_chat.pipeline:PIPELINE",
 }
@@ -38,6 +39,9 @@ _MODELS: dict[str, str] = {
     "SmolLM2Thinker": "omni_ray.models.voice_chat.thinker:SmolLM2Thinker",
     "HibariTalker": "omni_ray.models.voice_chat.talker:HibariTalker",
     "HibariCodec": "omni_ray.models.voice_chat.code2wav:HibariCodec",
+    "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
+    "Qwen3OmniTalker": "omni_ray.models.qwen3_omni.talker:Qwen3OmniTalker",
+    "Qwen3OmniCode2Wav": "omni_ray.models.qwen3_omni.code2wav:Qwen3OmniCode2Wav",
 }
 
 _EXTRAS: dict[str, str] = {
@@ -101,6 +105,12 @@ def pipeline_names() -> tuple[str, ...]:
     """Names of all registered pipelines, plugins included, sorted."""
     load_plugins()
     return tuple(sorted(OMNI_PIPELINES))
+
+
+def is_pipeline(name: str) -> bool:
+    """Whether ``load_pipeline`` knows the name or alias."""
+    load_plugins()
+    return name in OMNI_PIPELINES or _by_alias(name) is not None
 
 
 def load_pipeline(name: str, model: str | None = None, variant: Mapping[str, Any] | None = None) -> PipelineConfig:

@@ -1,6 +1,7 @@
 """Fixtures: one Ray cluster per session with its own ports, and applications served on it over HTTP."""
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -40,21 +41,26 @@ class Served:
         return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits)
 
     def states(self, stage: str) -> list[Any]:
-        """``StageState`` of every replica; asked from a thread, because Serve refuses to block a running loop."""
+        """``StageState`` of every replica."""
+        return self._ask_all(stage, "state")
+
+    def _ask_all(self, deployment: str, method: str) -> list[Any]:
+        """Call every replica; from a thread, because Serve refuses to block a running loop."""
         from ray import serve
 
         def ask() -> list[Any]:
-            return list(serve.get_deployment_handle(stage, self.name).broadcast("state").results(timeout_s=20))
+            return list(serve.get_deployment_handle(deployment, self.name).broadcast(method).results(timeout_s=20))
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(ask).result()
 
     def ongoing(self) -> dict[str, int]:
         """Requests alive in each stage, over all its replicas."""
-        return {
+        counts = {
             stage: sum(s.ongoing + s.engine.running + s.engine.queued for s in self.states(stage))
             for stage in self.stages()
         }
+        return {**counts, "ingress": sum(self._ask_all("ingress", "active"))}
 
     def stages(self) -> list[str]:
         from ray import serve
@@ -82,8 +88,11 @@ class Served:
         """Process ids of the stage's replicas."""
         import psutil
 
-        title = f"ServeReplica:{self.name}:{stage}"
-        return [p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].endswith(title)]
+        # Ray adds ".method" to the title of a process that runs one
+        title = re.compile(rf"ray::ServeReplica:{self.name}:{stage}(\..*)?")
+        found = [p.pid for p in psutil.process_iter(["cmdline"]) if title.fullmatch((p.info["cmdline"] or [""])[0])]
+        assert found, f"no process of {stage}"
+        return found
 
 
 @pytest.fixture(scope="session")

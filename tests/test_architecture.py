@@ -33,6 +33,7 @@ LAYER_OF = {
     "omni_ray.config": "config",
     "omni_ray.errors": "base",
     "omni_ray.audio": "base",
+    "omni_ray.image": "base",
     "omni_ray": "base",
 }
 

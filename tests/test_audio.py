@@ -138,6 +138,23 @@ def test_c55_too_large_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatc
     assert caught.value.status == 413
 
 
+def test_c55_long_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C55: 50 MB in one call let no other thread run for 0.2 s. Only the last slice may end in padding."""
+    data = np.random.default_rng(0).bytes(1000)
+    text = base64.b64encode(data).decode()
+    sizes: list[int] = []
+    decode = base64.b64decode
+    monkeypatch.setattr(audio, "_BASE64_SLICE", 64)
+    monkeypatch.setattr(
+        audio.base64, "b64decode", lambda s, validate: sizes.append(len(s)) or decode(s, validate=validate)
+    )
+    assert decode_base64(text, param="audio", max_bytes=1000) == data
+    assert max(sizes) == 64
+    for broken in (text[:62] + "==" + text[64:], text[:63] + "=" + text[64:], text[:-1] + "=A=="):
+        with pytest.raises(InvalidRequestError):
+            decode_base64(broken, param="audio", max_bytes=1000)
+
+
 # --- decoding ---
 
 CONTAINERS = [("WAV", "PCM_16"), ("WAV", "PCM_U8"), ("WAV", "PCM_24"), ("WAV", "PCM_32"), ("WAV", "FLOAT")]

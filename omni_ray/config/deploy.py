@@ -49,7 +49,7 @@ class StreamingConfig(StrictModel):
     """
 
     coalesce_ms: float = Field(default=20, ge=0)
-    inline_bytes: int = Field(default=100_000, ge=0)
+    inline_bytes: int = Field(default=100_000, ge=0, le=1_000_000)
     window_mb: float = Field(default=64, gt=0)
     first_chunk_timeout_s: float = Field(default=60, gt=0)
     idle_timeout_s: float = Field(default=60, gt=0)
@@ -64,7 +64,11 @@ class IngressConfig(StrictModel):
         max_audio_seconds: longest speech of one request; no stream lives longer. None takes the pipeline's.
         max_input_audio_seconds: longest clip accepted; None takes the pipeline's.
         max_body_mb, max_audio_mb: body and single decoded media part.
+        max_image_mpixels: all pictures of one request together, in millions of pixels.
         max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
+        max_request_text_chars, max_media_parts: all text, and all media, of one request together.
+        body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
+        max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
         api_keys_env: environment variable with comma-separated API keys; unset means no keys are asked for.
         grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
         retry: one invisible retry when a replica dies before anything was sent.
@@ -76,9 +80,14 @@ class IngressConfig(StrictModel):
     max_input_audio_seconds: float | None = Field(default=None, gt=0)
     max_body_mb: float = Field(default=64, gt=0)
     max_audio_mb: float = Field(default=40, gt=0)
+    max_image_mpixels: float = Field(default=32, gt=0)
     max_messages: int = Field(default=1000, ge=1)
     max_text_chars: int = Field(default=100_000, ge=1)
     max_speech_chars: int = Field(default=4096, ge=1)
+    max_request_text_chars: int = Field(default=1_000_000, ge=1)
+    max_media_parts: int = Field(default=16, ge=1)
+    body_idle_timeout_s: float = Field(default=30, gt=0)
+    max_bodies_mb: float = Field(default=512, gt=0)
     api_keys_env: str | None = None
     grace_s: float | None = Field(default=None, gt=0)
     retry: bool = True

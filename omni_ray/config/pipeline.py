@@ -16,7 +16,7 @@ REQUEST = "request"
 """The source name of an edge that is fed by the request itself."""
 
 OutputKind = Literal["text", "audio", "transcript"]
-RequestPart = Literal["messages", "input_audio", "speech_text"]
+RequestPart = Literal["messages", "input_audio", "input_image", "speech_text"]
 
 
 class StageExecutionType(str, Enum):
@@ -124,6 +124,9 @@ class PipelineConfig(StrictModel):
             function ``(out: Path) -> None``.
         voices: what ``/v1/audio/voices`` lists.
         speech_speed: slowest and fastest ``speed`` that the models honour.
+        languages: ISO 639-1 codes, lower case, that a request's ``language`` may be; empty is any.
+        sampled_outputs: outputs whose making follows the client's sampling fields. Others are always made the same
+            way, and a sampling field that would change them is refused.
         input_audio_sample_rate: Hz at which stages take audio.
         max_input_audio_seconds, max_audio_seconds: longest clip in and speech out that the models are good for.
     """
@@ -138,6 +141,8 @@ class PipelineConfig(StrictModel):
     checkpoints: dict[str, str] = Field(default_factory=dict)
     voices: Voices = Voices()
     speech_speed: tuple[float, float] = (1.0, 1.0)
+    languages: tuple[str, ...] = ()
+    sampled_outputs: tuple[OutputKind, ...] = ("text",)
     input_audio_sample_rate: int = Field(default=16000, ge=1)
     max_input_audio_seconds: float = Field(default=600, gt=0)
     max_audio_seconds: float = Field(default=300, gt=0)

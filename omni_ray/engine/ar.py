@@ -1,33 +1,40 @@
 """The torch autoregressive engine: continuous batching over static KV slots. Knows no model and no tokenizer.
 
-This module is its asynchronous face; the work happens in ``ar_loop`` on one thread, and results cross to the event loop
-with ``call_soon_threadsafe`` as they are made.
+This module is its asynchronous face; the work happens in ``ar_loop`` on one thread, ``ar_stream`` is the way between.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, aclosing
 from typing import Any, Final
 
 from omni_ray.engine.admission import Admission
-from omni_ray.engine.ar_loop import DecodeLoop, Row
-from omni_ray.engine.ar_model import ARModel
+from omni_ray.engine.ar_frames import FrameSteps
+from omni_ray.engine.ar_loop import DecodeLoop
+from omni_ray.engine.ar_model import ARModel, CodecLM, SlotModel
+from omni_ray.engine.ar_row import Steps
+from omni_ray.engine.ar_stream import RowStream
+from omni_ray.engine.ar_text import TextSteps
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume
-from omni_ray.engine.options import AROptions
+from omni_ray.engine.options import AROptions, CodecLMOptions
 from omni_ray.engine.types import Finish, Output, Request
-from omni_ray.errors import StageFailedError
+from omni_ray.errors import ConfigError, StageFailedError
 
-__all__ = ["AREngine", "ARModel"]
+__all__ = ["AREngine", "ARModel", "CodecLM"]
 
 STOP_WAIT_S: Final = 5.0
 
 
 class AREngine(Engine):
-    """Computes a text stage token by token: the first form of the AR engine, without CUDA graphs.
+    """Computes a text stage token by token, or a codec stage frame by frame, without CUDA graphs.
 
-    One source that yields exactly one prompt, whatever type ``ARModel.encode`` takes. Sampling as ``Sampler`` says;
-    ``max_tokens`` is clamped to what ``max_model_len`` leaves. Chunks carry new text that is valid UTF-8 and ends
-    before any stop string. Usage counts every drawn token, the stop token too, as vLLM does.
+    A text model (``ARModel``) takes exactly one prompt. Sampling as ``Sampler`` says; ``max_tokens`` is clamped to what
+    ``max_model_len`` leaves. Chunks carry new text that is valid UTF-8 and ends before any stop string. Usage counts
+    every drawn token, the stop token too, as vLLM does.
+
+    A codec LM (``CodecLM``) takes a prompt, then feeds, from one source, while it runs; a row whose next unit has not
+    come waits, and the end of the source is the end of its feed. Chunks carry one frame each, by ``FrameSteps``'
+    limits; the source is closed as soon as the row is over.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -36,11 +43,17 @@ class AREngine(Engine):
         assert isinstance(options, AROptions)
         self._name = context.stage.name
         self._admission = Admission(self._name, options)
-        model: ARModel = context.model_cls(context)
-        self._decode_loop = DecodeLoop(self._name, model, options.max_num_seqs, options.max_model_len)
+        model: SlotModel = context.model_cls(context)
+        self._fed = isinstance(model, CodecLM)
+        steps = _steps(self._name, model, options)
+        self._decode_loop = DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic)
 
     async def start(self) -> None:
-        """Start the thread and load the model on it."""
+        """Start the thread and load the model on it.
+
+        Raises:
+            ConfigError: ``deterministic`` is asked for and this machine cannot give it (``ar_selftest``).
+        """
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[None] = loop.create_future()
 
@@ -62,42 +75,51 @@ class AREngine(Engine):
 
         Raises:
             InvalidRequestError: the prompt does not fit in ``max_model_len`` with one token of answer.
-            StageFailedError: the model gave NaN, the engine was stopped, or there was not exactly one prompt.
+            StageFailedError: the model gave NaN, the engine was stopped, or there was no prompt or one too many.
         """
         async with self._admission.place(request):
-            prompt = await self._only_input(inputs)
-            outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
             with ExitStack() as busy:
-                row = Row(request, prompt, self._delivery(outputs, busy))
+                stream = RowStream(request, self._decode_loop, self._admission, busy)
+                # One task reads the source from its first item to its end: generators may hold timeouts and tasks.
+                reader = asyncio.create_task(self._read(stream, inputs))
                 try:
-                    self._decode_loop.submit(row)
-                    busy.enter_context(self._admission.computing())
                     while True:
-                        output = await outputs.get()
+                        output = await stream.outputs.get()
                         if isinstance(output, Exception):
                             raise output
                         yield output
                         if isinstance(output, Finish):
                             return
                 finally:
-                    row.cancelled = True
+                    stream.close()
+                    reader.cancel()
+                    await asyncio.wait([reader])
 
-    def _delivery(self, outputs: asyncio.Queue[Output | Exception], busy: ExitStack) -> Any:
-        """A function for the loop's thread that carries outputs to the running event loop."""
-        event_loop = asyncio.get_running_loop()
+    async def _read(self, stream: RowStream, inputs: Mapping[str, AsyncIterator[Any]]) -> None:
+        """Carry the inputs to the row; whatever goes wrong with them ends it."""
+        try:
+            if self._fed:
+                await self._read_feed(stream, inputs)
+            else:
+                stream.open(await self._only_input(inputs))
+        except asyncio.CancelledError:
+            stream.fail(StageFailedError(f"the input of stage {self._name} was cancelled"))
+            raise
+        except Exception as error:
+            stream.fail(error)
 
-        def arrive(new: Sequence[Output | Exception]) -> None:
-            self._admission.progressed()
-            for output in new:
-                outputs.put_nowait(output)
-                if isinstance(output, Finish | Exception):
-                    busy.close()  # a slow reader of what was made is no hung engine
-
-        def deliver(new: Sequence[Output | Exception]) -> None:
-            if not event_loop.is_closed():
-                event_loop.call_soon_threadsafe(arrive, new)
-
-        return deliver
+    async def _read_feed(self, stream: RowStream, inputs: Mapping[str, AsyncIterator[Any]]) -> None:
+        async with aclosing(_source(inputs)) as items:
+            opened = False
+            async for item in items:
+                if opened:
+                    stream.feed(item)
+                else:
+                    stream.open(item)
+                    opened = True
+            if not opened:
+                raise StageFailedError(f"stage {self._name} got no prompt")
+            stream.end()
 
     async def _only_input(self, inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
         prompts = [prompt for source in inputs.values() async for prompt in source]
@@ -117,3 +139,20 @@ class AREngine(Engine):
     async def stop(self) -> None:
         """End the thread after its running step; running requests fail."""
         await asyncio.to_thread(self._decode_loop.stop, STOP_WAIT_S)
+
+
+def _steps(stage: str, model: SlotModel, options: AROptions) -> Steps:
+    """What a step is, by the kind of model."""
+    if isinstance(model, ARModel):
+        return TextSteps(model, options.max_model_len)
+    if not isinstance(model, CodecLM):
+        raise ConfigError([f"stage {stage!r}: {type(model).__name__} is neither an ARModel nor a CodecLM"])
+    if not isinstance(options, CodecLMOptions):
+        raise ConfigError([f"stage {stage!r}: a codec LM needs engine_options CodecLMOptions, not {type(options)}"])
+    return FrameSteps(model, options)
+
+
+def _source(inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
+    """The only input; typed loosely, because ``AsyncIterator`` does not declare the ``aclose`` that ours have."""
+    (source,) = inputs.values()
+    return source

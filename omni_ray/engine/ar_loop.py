@@ -1,7 +1,9 @@
 """The decode loop of the autoregressive engine: one thread that owns the model and steps all running requests.
 
 Between two steps rows join and leave: a waiting request takes a free slot, and its prompt is computed in pieces, one
-piece between two decode steps, so that a long prompt never stops the others. Knows no event loop.
+piece between two decode steps, so that a long prompt never stops the others. A row whose next input has not arrived is
+left out of a step and keeps its KV; when nobody can step, the thread sleeps until something arrives. What a step is,
+``Steps`` knows. Knows no event loop.
 """
 
 import heapq
@@ -11,65 +13,38 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
-from torch import Tensor
 
-from omni_ray.engine.ar_model import ARModel
-from omni_ray.engine.detokenizer import Detokenizer
-from omni_ray.engine.sampler import Sampler
-from omni_ray.engine.types import Finish, FinishReason, Output, Request, TextChunk, Usage
-from omni_ray.errors import InvalidRequestError, StageFailedError
+from omni_ray.engine.ar_model import PREFILL_CHUNK
+from omni_ray.engine.ar_row import Advance, News, Row, Steps, Waiting
+from omni_ray.engine.ar_selftest import self_test
+from omni_ray.engine.types import Finish
+from omni_ray.errors import StageFailedError
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-PREFILL_CHUNK: Final = 128
-"""Prompt tokens computed between two decode steps; pieces are cut at multiples of it."""
 
-Deliver = Callable[[Sequence[Output | Exception]], None]
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """What an owner tells the loop about a row: it is new, an item for it arrived, no more will, or it is cancelled."""
 
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One request in the loop. The owner sets the first four; all others belong to the loop's thread.
-
-    Attributes:
-        prompt: what ``ARModel.encode`` takes.
-        deliver: called on the loop's thread with new outputs, none if there is only progress. The last one it ever
-            gets is a ``Finish`` or an exception, unless the row was cancelled.
-        cancelled: set by the owner at any time; the row is gone before the next step.
-        slot: its place in the model's KV cache, -1 before it has one.
-        ids: the prompt's tokens, ``computed`` of which are in the slot.
-        count: tokens drawn so far, at most ``limit``; ``last`` is the last one.
-        seen: prompt and output so far, int64 [n], where the repetition penalty needs it.
-    """
-
-    request: Request
-    prompt: Any
-    deliver: Deliver
-    cancelled: bool = False
-    slot: int = -1
-    ids: Sequence[int] = ()
-    computed: int = 0
-    count: int = 0
-    limit: int = 0
-    last: int = 0
-    seen: Tensor | None = None
-    sampler: Sampler | None = None
-    text: Detokenizer | None = None
+    row: Row
+    kind: Literal["new", "item", "end", "cancel"]
+    item: Any = None
 
 
 class DecodeLoop:
-    """``start`` the thread, ``submit`` rows, ``stop``."""
+    """``start`` the thread, ``submit`` rows, ``feed`` and ``end_feed`` them, ``cancel`` them, ``stop``."""
 
-    def __init__(self, name: str, model: ARModel, slots: int, max_model_len: int) -> None:
+    def __init__(self, name: str, steps: Steps, slots: int, deterministic: bool) -> None:
         self._name = name
-        self._model = model
-        self._max_model_len = max_model_len
-        self._inbox: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._steps = steps
+        self._deterministic = deterministic
+        self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._over: str | None = None
         self._thread: threading.Thread | None = None
@@ -88,7 +63,20 @@ class DecodeLoop:
         """Queue a row; raises what ``check`` does."""
         with self._closing:
             self.check()
-            self._inbox.put(row)
+            self._inbox.put(Letter(row, "new"))
+
+    def feed(self, row: Row, item: Any) -> None:
+        """An item for a submitted row arrived; items after its end are dropped."""
+        self._inbox.put(Letter(row, "item", item))
+
+    def end_feed(self, row: Row) -> None:
+        """No further item comes for a submitted row."""
+        self._inbox.put(Letter(row, "end"))
+
+    def cancel(self, row: Row) -> None:
+        """Let a row go before the next step, also while the thread sleeps."""
+        row.cancelled = True
+        self._inbox.put(Letter(row, "cancel"))
 
     def check(self) -> None:
         """Raise ``StageFailedError`` if the thread takes no rows any more."""
@@ -111,7 +99,9 @@ class DecodeLoop:
     def _work(self, loaded: Callable[[BaseException | None], object]) -> None:
         with torch.inference_mode():
             try:
-                self._model.load()
+                self._steps.model.load()
+                if self._deterministic:
+                    self_test(self._name, self._steps, len(self._slots))
             except BaseException as error:  # whatever it is: `start` waits for it and raises it
                 self._close(f"stage {self._name} did not load")
                 loaded(error)
@@ -129,15 +119,40 @@ class DecodeLoop:
             self._fail_all()
 
     def _receive(self) -> bool:
-        """Take new rows, waiting for one only if there is nothing to compute; False when asked to stop."""
+        """Read all letters, sleeping for one only if there is nothing to compute; False when asked to stop."""
         while True:
+            busy = self._waiting or self._prefilling or any(map(self._steps.ready, self._decoding))
             try:
-                row = self._inbox.get(block=not (self._waiting or self._prefilling or self._decoding))
+                letter = self._inbox.get(block=not busy)
             except queue.Empty:
                 return True
-            if row is None:
+            if letter is None:
                 return False
+            if letter.kind == "cancel":
+                return True  # the flag is set: what can be computed is looked at anew without the row
+            self._read(letter)
+
+    def _read(self, letter: Letter) -> None:
+        row = letter.row
+        if letter.kind == "new":
             self._waiting.append(row)
+        elif row.slot < 0:  # not yet, or no more: then nobody looks at these
+            row.feed_ended |= letter.kind == "end"
+            row.early.extend([letter.item] if letter.kind == "item" else [])
+        elif letter.kind == "item":
+            self._alone(row, self._feed, row, letter.item)
+        else:
+            self._alone(row, self._end_feed, row)
+
+    def _feed(self, row: Row, item: Any) -> None:
+        row.items += 1
+        self._steps.feed(row, item)
+        if row in self._decoding and not self._steps.ready(row):
+            row.deliver((Waiting(row.items),))  # the item was worth nothing
+
+    def _end_feed(self, row: Row) -> None:
+        row.feed_ended = True
+        self._take(row, self._steps.end_feed(row))
 
     def _drop_cancelled(self) -> None:
         for row in [row for row in (*self._prefilling, *self._decoding) if row.cancelled]:
@@ -156,80 +171,56 @@ class DecodeLoop:
             self._alone(row, self._prefill_piece, row)
 
     def _join(self, row: Row) -> None:
-        """Tokenise, check the length, and set the row up."""
-        row.ids = self._model.encode(row.prompt)
-        longest = self._max_model_len - 1
-        if not 0 < len(row.ids) <= longest:
-            raise InvalidRequestError(
-                f"the messages are {len(row.ids)} tokens long; this model takes 1 to {longest}", "messages"
-            )
-        sampling = row.request.sampling
-        room = self._max_model_len - len(row.ids)
-        row.limit = min(sampling.max_tokens or room, room)
-        row.sampler = Sampler.of(row.request)
-        row.text = Detokenizer(self._model.detokenize, sampling.stop or ())
-        if row.sampler.repetition_penalty != 1:
-            row.seen = torch.tensor(row.ids)
-        row.computed = self._model.begin(row.slot, row.ids)
+        self._steps.join(row)
+        for item in row.early:
+            self._feed(row, item)
+        row.early.clear()
+        if row.feed_ended:
+            self._end_feed(row)
 
     def _prefill_piece(self, row: Row) -> None:
-        end = min(len(row.ids), (row.computed // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
-        logits = self._model.prefill(row.slot, row.ids[row.computed : end], row.computed)
+        end = min(row.length, (row.computed // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
+        result = self._steps.prefill(row, end)
         row.computed = end
-        if end < len(row.ids):
+        if end < row.length:
             row.deliver(())
             return
         self._prefilling.popleft()
         self._decoding.append(row)
-        self._advance(row, logits)
+        self._take(row, self._steps.prompt_done(row, result))
 
     def _decode(self) -> None:
-        """One token for every running row."""
-        rows = sorted(self._decoding, key=lambda row: row.slot)
+        """One step of every row that can make one."""
+        rows = sorted((row for row in self._decoding if self._steps.ready(row)), key=lambda row: row.slot)
         if not rows:
             return
         try:
-            logits = self._step(rows)
+            results = self._steps.step(rows)
         except Exception as error:
             if len(rows) == 1:
                 self._leave(rows[0], error)
                 return
-            for row in rows:  # who is to blame? Computing a token again writes the same KV.
+            for row in rows:  # who is to blame? Computing a step again writes the same KV.
                 self._alone(row, self._step_alone, row)
             return
-        for row, own in zip(rows, logits, strict=True):
+        for row, own in zip(rows, results, strict=True):
             self._alone(row, self._advance, row, own)
 
-    def _step(self, rows: Sequence[Row]) -> Tensor:
-        positions = [len(row.ids) + row.count - 1 for row in rows]
-        return self._model.step([row.slot for row in rows], [row.last for row in rows], positions)
-
     def _step_alone(self, row: Row) -> None:
-        self._advance(row, self._step([row])[0])
+        self._advance(row, self._steps.step([row])[0])
 
-    def _advance(self, row: Row, logits: Tensor) -> None:
-        """Draw the row's next token, give out its text, and end the row if it is over."""
-        assert row.sampler is not None
-        assert row.text is not None
-        token = row.sampler.draw(logits, row.count, row.seen)
-        row.count += 1
-        row.last = token
-        if row.seen is not None:
-            row.seen = torch.cat((row.seen, torch.tensor([token])))
-        if token in self._model.stop_ids and not row.request.sampling.ignore_eos:
-            self._end(row, "stop", row.text.finish())
+    def _advance(self, row: Row, result: Any) -> None:
+        self._take(row, self._steps.advance(row, result))
+
+    def _take(self, row: Row, made: Advance) -> None:
+        """Give out what a row made, and end it if it is over."""
+        if made.reason is not None:
+            self._leave(row, *made.outputs, Finish(made.reason, self._steps.usage(row)))
             return
-        chunk = row.text.push(token)
-        if row.text.stopped:
-            self._end(row, "stop", chunk)
-        elif row.count == row.limit:
-            self._end(row, "length", chunk, row.text.finish())
-        else:
-            row.deliver(() if chunk is None else (chunk,))
-
-    def _end(self, row: Row, reason: FinishReason, *chunks: TextChunk | None) -> None:
-        ready = [chunk for chunk in chunks if chunk is not None]
-        self._leave(row, *ready, Finish(reason, Usage(len(row.ids), row.count)))
+        news: list[News] = [*made.outputs]
+        if row in self._decoding and not self._steps.ready(row):
+            news.append(Waiting(row.items))
+        row.deliver(news)
 
     def _alone(self, row: Row, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do work of one row; its error goes to the row's owner, who raises it, and touches no other row."""
@@ -238,20 +229,21 @@ class DecodeLoop:
         except Exception as error:
             self._leave(row, error)
 
-    def _leave(self, row: Row, *outputs: Output | Exception) -> None:
+    def _leave(self, row: Row, *outputs: News) -> None:
         """Free the row's slot, then hand out its last outputs."""
         (self._decoding if row in self._decoding else self._prefilling).remove(row)
         heapq.heappush(self._slots, row.slot)
-        self._model.release(row.slot)
+        self._steps.model.release(row.slot)
+        row.slot = -1
         row.deliver(outputs)
 
     def _fail_all(self) -> None:
         """Give every row that is left the reason why the loop is over."""
         assert self._over is not None
+        error = StageFailedError(self._over)
         for row in (*self._prefilling, *self._decoding):
-            self._leave(row, StageFailedError(self._over))
-        while not self._inbox.empty():
-            if (late := self._inbox.get()) is not None:
-                self._waiting.append(late)
+            self._leave(row, error)
+        late: Sequence[Letter | None] = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        self._waiting.extend(letter.row for letter in late if letter is not None and letter.kind == "new")
         for row in self._waiting:
-            row.deliver((StageFailedError(self._over),))
+            row.deliver((error,))

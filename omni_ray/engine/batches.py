@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
@@ -32,7 +32,11 @@ class Batches(Generic[Item, Result]):
     """
 
     def __init__(
-        self, stage: str, compute: Callable[[Sequence[Item]], Sequence[Result]], check: Callable[[Result], Result]
+        self,
+        stage: str,
+        compute: Callable[[Sequence[Item]], Sequence[Result]],
+        check: Callable[[Result], Result],
+        busy: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Make the worker thread.
 
@@ -40,10 +44,13 @@ class Batches(Generic[Item, Result]):
             stage: for messages.
             compute: one output per item, in order; blocking.
             check: raises if one item's output is unfit.
+            busy: held around every step, whoever still waits for it: a hung step must not look idle because its
+                clients gave up.
         """
         self._stage = stage
         self._compute = compute
         self._check = check
+        self._busy = busy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
         self._waiting: list[_Work[Item, Result]] = []
         self._running: list[_Work[Item, Result]] = []
@@ -93,7 +100,8 @@ class Batches(Generic[Item, Result]):
             self._waiting = []
             if not self._running:
                 continue
-            results = await loop.run_in_executor(self._thread, self._step, [work.item for work in self._running])
+            with self._busy():
+                results = await loop.run_in_executor(self._thread, self._step, [work.item for work in self._running])
             for work, result in zip(self._running, results, strict=True):
                 if work.done.done():
                     continue  # cancelled meanwhile

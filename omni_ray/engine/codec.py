@@ -190,7 +190,7 @@ class CodecEngine(Engine):
         self._options = context.options
         self._admission = Admission(context.stage.name, context.options)
         self._codec: Codec = context.model_cls(context)
-        self._batches = Batches(context.stage.name, self._codec.decode, self._checked)
+        self._batches = Batches(context.stage.name, self._codec.decode, self._checked, self._admission.computing)
 
     async def start(self) -> None:
         """Load the codec in the thread that will decode."""
@@ -209,8 +209,7 @@ class CodecEngine(Engine):
             try:
                 async with aclosing(_source(inputs)) as source, aclosing(_chunks(source, Rechunker(sizes))) as chunks:
                     async for chunk, last in chunks:
-                        with self._admission.computing():
-                            samples = await self._batches.submit(DecodeItem(state, chunk, last))
+                        samples = await self._batches.submit(DecodeItem(state, chunk, last))
                         units += len(array_of(chunk))
                         kept = samples[: limit - position]
                         if len(kept):

@@ -58,3 +58,15 @@ class AROptions(EngineOptions):
     max_model_len: int = Field(default=2048, ge=16)
     threads: int = Field(default=2, ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class CodecLMOptions(AROptions):
+    """Options of the torch autoregressive engine for models that make code frames.
+
+    A model that misses its stop code is cut off (``length``) at ``base_frames + frames_per_unit * n`` frames once its
+    input has ended with n units (text tokens). At 12.5 frames per second the defaults are 4 s plus 1.2 s per token,
+    several times what slow speech takes.
+    """
+
+    base_frames: int = Field(default=50, ge=1)
+    frames_per_unit: int = Field(default=15, ge=1)

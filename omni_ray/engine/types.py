@@ -25,9 +25,9 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """A media item inside a chat message: ``index`` counts the request's clips, in order of appearance."""
+    """A media item inside a chat message: ``index`` counts the request's media, in order of appearance."""
 
-    kind: Literal["audio"]
+    kind: Literal["audio", "image", "video"]
     index: int
 
 
@@ -46,6 +46,18 @@ class AudioClip:
     index: int
     samples: NDArray[np.float32]
     sample_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageClip:
+    """A decoded picture of the request: uint8 RGB ``pixels`` [height, width, 3]."""
+
+    index: int
+    pixels: NDArray[np.uint8]
+
+
+Clip = AudioClip | ImageClip
+"""A medium of the request; ``MediaPart.index`` counts all of them together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,30 @@ class Request:
     def key(self) -> tuple[str, int]:
         """(request id, attempt): a retried request never meets the state of its first attempt."""
         return (self.request_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """What a text stage was asked, once its prompt is computed; before any token. For stages that go on from it.
+
+    Attributes:
+        position: always 0.
+        token_ids: the prompt, media placeholders expanded.
+        grids: images and videos whose rows follow, in order: (time, height, width) in patches, and seconds per step of
+            time.
+        rows: latent rows of the prompt that follow in a ``LatentChunk``.
+        limit: most tokens that may be generated; set by the engine.
+        silent: ids that are markup, not words.
+        silent_spans: (first, last) ids: whatever stands between them, they included, is not meant to be heard either.
+    """
+
+    position: int
+    token_ids: tuple[int, ...]
+    grids: tuple[tuple[int, int, int, float], ...] = ()
+    rows: int = 0
+    limit: int | None = None
+    silent: frozenset[int] = frozenset()
+    silent_spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +191,5 @@ class Finish:
     usage: Usage = Usage()
 
 
-Chunk = TextChunk | TranscriptChunk | LatentChunk | CodeFrameChunk | AudioChunk
+Chunk = PromptChunk | TextChunk | TranscriptChunk | LatentChunk | CodeFrameChunk | AudioChunk
 Output = Chunk | Finish

@@ -3,12 +3,19 @@
 No postponed annotations in this module or in ``graphs``: Ray Serve would then skip validating a builder's arguments.
 """
 
+import logging
+
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from omni_ray.errors import ConfigError
+from omni_ray.serve.cluster import check_fits
 from omni_ray.serve.ingress import Ingress
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.stage import Stage
+
+logger = logging.getLogger("ray.serve")
 
 
 def build_application(name: str, args: AppArgs) -> serve.Application:
@@ -17,7 +24,13 @@ def build_application(name: str, args: AppArgs) -> serve.Application:
     Raises:
         ConfigError: every problem at once; nothing was started.
     """
-    return bind(resolve(name, args))
+    app = resolve(name, args)
+    if ray.is_initialized():
+        try:
+            check_fits(app, ray.cluster_resources())
+        except ConfigError as error:  # a warning only: an autoscaled cluster may grow
+            logger.warning("%s may wait for resources:\n%s", name, error)
+    return bind(app)
 
 
 def bind(app: ResolvedApp) -> serve.Application:

@@ -3,28 +3,35 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ServeStatus
 
 from omni_ray.config.deploy import IngressConfig, StreamingConfig
 from omni_ray.config.pipeline import OutputKind, PipelineConfig, RequestPart
-from omni_ray.engine.types import AudioClip, Request
-from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError
+from omni_ray.engine.types import Clip, Request
+from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageTimeoutError
 from omni_ray.registry import extras_for
 from omni_ray.serve.events import Envelope, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.lifeline import LifelineHost
 from omni_ray.serve.planner import Plan, make_plan
+from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.stage_client import StageClient
 
 logger = logging.getLogger("ray.serve")
 
 PING_TIMEOUT_S = 1.0
 PING_EVERY_S = 2.0
+FIRST_PING_S = 3.0
+"""How long a request waits for an application that has never been ready before it is answered 503."""
+STREAM_MARGIN_S = 20.0
+"""A stream ends this long after ``max_audio_seconds`` at the latest: within a leaving replica's grace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,11 @@ class Dispatcher:
             name: StageClient(name, handle, "ingress", streaming, self._lifelines) for name, handle in handles.items()
         }
         self._readiness = Readiness(False, {name: "not asked yet" for name in handles})
-        self._was_ready = False
+        self._was_ready = asyncio.Event()
         self._active = 0
+        self._collector = RefCollector()
+        self._status: asyncio.Future[ServeStatus] | None = None
+        self._status_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-status")
         self._watch = asyncio.get_running_loop().create_task(self._keep_asking())
 
     @property
@@ -79,51 +89,13 @@ class Dispatcher:
         """See ``planner.make_plan``."""
         return make_plan(self.pipeline, outputs, parts)
 
-    async def stream(
-        self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
-    ) -> AsyncGenerator[OutputEvent, None]:
-        """Outputs of the plan's final stages, as they come.
-
-        A replica that dies before any event came back is worth one more attempt; a request that dies on two replicas
-        is itself the likely cause and is not tried again.
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Hold one of ``max_concurrent_requests`` places, from before the body is read until the answer is over.
 
         Raises:
-            SaturatedError: before anything was started.
-            NotReadyError: the application has never been ready yet.
-            StageFailedError: and its kinds, at any time.
+            SaturatedError: all are taken.
         """
-        if not self._was_ready and not (await self._ask()).ready:
-            waiting = ", ".join(self._readiness.waiting)
-            raise NotReadyError(f"starting: waiting for {waiting}", retry_after_s=5)
-        with self._admitted():
-            stored = await store_clips(clips, self._streaming.inline_bytes)
-            envelope = Envelope(request, plan, stored, traceparent)
-            begun = False
-            try:
-                async with aclosing(self._attempt(envelope)) as events:
-                    async for event in events:
-                        begun = True
-                        if event is not None:
-                            yield event
-                return
-            except ReplicaDiedError as error:
-                if begun or not self.config.retry:
-                    raise
-                logger.warning("request %s is tried once more: %s", request.request_id, error)
-            envelope = replace(envelope, request=replace(request, attempt=request.attempt + 1))
-            async with aclosing(self._attempt(envelope)) as events:
-                async for event in events:
-                    if event is not None:
-                        yield event
-
-    async def _attempt(self, envelope: Envelope) -> AsyncGenerator[OutputEvent | None, None]:
-        """Outputs of one attempt; None for an event that is none, which still means that something came back."""
-        async with aclosing(self._clients[envelope.plan.trunk].stream(envelope)) as stream:
-            async for received in stream:
-                yield received.event if isinstance(received.event, OutputEvent) else None
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
         if self._active >= self.config.max_concurrent_requests:
             raise SaturatedError(f"this server already works on {self._active} requests")
         self._active += 1
@@ -132,44 +104,119 @@ class Dispatcher:
         finally:
             self._active -= 1
 
+    async def stream(
+        self, request: Request, plan: Plan, clips: Sequence[Clip] = (), traceparent: str | None = None
+    ) -> AsyncGenerator[OutputEvent, None]:
+        """Outputs of the plan's final stages, as they come.
+
+        A replica that dies before any event came back is worth one more attempt; a request that dies on two replicas
+        is itself the likely cause and is not tried again.
+
+        Raises:
+            NotReadyError: the application has never been ready yet; nothing was started.
+            SaturatedError: a stage is full; nothing was started.
+            StageFailedError: and its kinds, at any time.
+        """
+        await self._started()
+        envelope = Envelope(request, plan, await store_clips(clips, self._streaming.inline_bytes), traceparent)
+        complete = begun = False
+        try:
+            async with aclosing(self._attempt(envelope)) as events:
+                async for event in events:
+                    begun = True
+                    if event is not None:
+                        yield event
+            complete = True
+        except ReplicaDiedError as error:
+            if begun or not self.config.retry:
+                raise
+            logger.warning("request %s is tried once more: %s", request.request_id, error)
+        finally:
+            if envelope.holds_refs() and not complete:
+                self._collector.soon()
+        if complete:
+            return
+        envelope = replace(envelope, request=replace(request, attempt=request.attempt + 1))
+        async with aclosing(self._attempt(envelope)) as events:
+            async for event in events:
+                if event is not None:
+                    yield event
+
+    async def _started(self) -> None:
+        """Let the first round of pings come in: a new ingress replica of a running application knows within moments."""
+        try:
+            async with asyncio.timeout(FIRST_PING_S):
+                await self._was_ready.wait()
+        except TimeoutError:
+            waiting = ", ".join(self._readiness.waiting)
+            raise NotReadyError(f"starting: waiting for {waiting}", retry_after_s=5) from None
+
+    async def _attempt(self, envelope: Envelope) -> AsyncGenerator[OutputEvent | None, None]:
+        """Outputs of one attempt; None for an event that is none, which still means that something came back."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.max_audio_seconds + STREAM_MARGIN_S
+        async with aclosing(self._clients[envelope.plan.trunk].stream(envelope)) as stream:
+            async for received in stream:
+                if loop.time() > deadline:
+                    raise StageTimeoutError(
+                        f"the answer took longer than {self.max_audio_seconds:g} s, the longest stream allowed here"
+                    )
+                yield received.event if isinstance(received.event, OutputEvent) else None
+
     async def readiness(self) -> Readiness:
         """The answer of the last round of pings, at most a few seconds old."""
         return self._readiness
 
     async def _keep_asking(self) -> None:
         while True:
-            await self._ask()
-            await asyncio.sleep(PING_EVERY_S)
+            try:
+                self._readiness = await self._ask()
+            except Exception:  # whatever it is: not knowing is not being ready, and the next round may know
+                logger.exception("asking the stages failed")
+                self._readiness = Readiness(False, {"ingress": "asking the stages failed"})
+            if self._readiness.ready:
+                self._was_ready.set()
+            await asyncio.sleep(PING_EVERY_S if self._was_ready.is_set() else PING_EVERY_S / 8)
 
     async def _ask(self) -> Readiness:
         answers = await asyncio.gather(
             *(client.ping(PING_TIMEOUT_S) for client in self._clients.values()), return_exceptions=True
         )
         waiting = {name: str(a) for name, a in zip(self._clients, answers, strict=True) if a is not None}
-        if waiting:
-            waiting = await self._with_status(waiting)
-        self._was_ready = self._was_ready or not waiting
-        self._readiness = Readiness(not waiting, waiting)
-        return self._readiness
+        return Readiness(not waiting, await self._with_status(waiting) if waiting else {})
 
     async def _with_status(self, waiting: dict[str, str]) -> dict[str, str]:
-        """Serve's own words for each stage that does not answer, when the controller can be asked."""
-        app = serve.get_replica_context().app_name
+        """Serve's own words for each stage that does not answer, when the controller can be asked.
+
+        The call blocks for as long as the controller hangs, so it has a thread of its own and is never made twice.
+        """
+        if self._status is None:
+            self._status = asyncio.get_running_loop().run_in_executor(self._status_thread, serve.status)
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                status = await asyncio.get_running_loop().run_in_executor(None, serve.status)
+                status = await asyncio.shield(self._status)
+        except TimeoutError:
+            return waiting
         except Exception as error:  # the controller may be gone; that alone never makes us unready
             logger.debug("serve.status did not answer: %r", error)
+            self._status = None
             return waiting
+        self._status = None
+        app = serve.get_replica_context().app_name
         if app not in status.applications:
             return waiting
         known = status.applications[app].deployments
-        return {
-            name: f"{reason} ({known[name].status.value}: {known[name].message})" if name in known else reason
-            for name, reason in waiting.items()
-        }
+        said = {name: f" ({d.status.value}: {_first_line(d.message)})" for name, d in known.items()}
+        return {name: reason + said.get(name, "") for name, reason in waiting.items()}
 
     async def stop(self) -> None:
         """End the background task and close the lifeline socket."""
         self._watch.cancel()
+        self._status_thread.shutdown(wait=False)
         await self._lifelines.stop()
+
+
+def _first_line(message: str) -> str:
+    """What went wrong without the traceback, which is for the log."""
+    lines = [line for line in message.strip().splitlines() if line.strip()]
+    return lines[0][:160] if lines else "no message"

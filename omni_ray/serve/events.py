@@ -7,21 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from omni_ray.engine.base import Resume
-from omni_ray.engine.types import Output, Request
+from omni_ray.engine.types import Clip, Output, Request
 from omni_ray.serve.planner import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class StoredClip:
-    """A clip of the request: samples inline, or a ref that the ingress owns (never both)."""
+    """A medium of the request. With ``ref``, which the ingress owns, its array is empty here and lies behind it."""
 
-    index: int
-    sample_rate: int
-    samples: NDArray[np.float32] | None
+    clip: Clip
     ref: Any = None
 
 
@@ -32,7 +27,7 @@ class Envelope:
     Attributes:
         request: with the client's own sampling; each stage resolves it for itself.
         plan: which stages take part and how they call each other.
-        clips: the request's audio.
+        clips: the request's media.
         traceparent: W3C trace context, or None.
         resume: per stage, what it had already produced (takeover).
     """
@@ -74,7 +69,7 @@ class Opened:
     schema_versions: Mapping[str, int]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class OutputEvent:
     """An output of ``stage``. With ``ref``, the latent's rows (``ref_bytes`` bytes) are empty here and lie behind it.
 

@@ -34,7 +34,7 @@ class Ingress:
         return make_app(self._dispatcher, self._api_keys)
 
     async def active(self) -> int:
-        """Requests alive in this replica, for tests and ``omni-ray top``."""
+        """Requests alive in this replica, for tests and dashboards."""
         assert self._dispatcher is not None
         return self._dispatcher.active
 

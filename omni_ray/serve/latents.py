@@ -7,11 +7,13 @@ path, is awaited by the consumer and dropped there. Nothing frees explicitly: dr
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 
-from omni_ray.engine.types import AudioClip, Chunk, LatentChunk, Output
+from omni_ray.engine.types import AudioClip, Chunk, Clip, LatentChunk, Output
 from omni_ray.serve.events import OutputEvent, StoredClip
 
 
@@ -33,16 +35,23 @@ async def load_output(event: OutputEvent) -> Chunk:
     return replace(event.output, rows=await event.ref)
 
 
-async def store_clips(clips: Sequence[AudioClip], inline_bytes: int) -> tuple[StoredClip, ...]:
-    """The request's clips, as refs if they are large together."""
-    if sum(clip.samples.nbytes for clip in clips) <= inline_bytes:
-        return tuple(StoredClip(c.index, c.sample_rate, c.samples) for c in clips)
+async def store_clips(clips: Sequence[Clip], inline_bytes: int) -> tuple[StoredClip, ...]:
+    """The request's media, as refs if they are large together."""
+    if sum(_array(clip).nbytes for clip in clips) <= inline_bytes:
+        return tuple(StoredClip(clip) for clip in clips)
     loop = asyncio.get_running_loop()
-    return tuple(
-        [StoredClip(c.index, c.sample_rate, None, await loop.run_in_executor(None, ray.put, c.samples)) for c in clips]
-    )
+    refs = [await loop.run_in_executor(None, ray.put, _array(clip)) for clip in clips]
+    return tuple(StoredClip(_with(clip, _array(clip)[:0].copy()), ref) for clip, ref in zip(clips, refs, strict=True))
 
 
-async def load_clip(clip: StoredClip) -> AudioClip:
-    """The clip with its samples."""
-    return AudioClip(clip.index, clip.samples if clip.samples is not None else await clip.ref, clip.sample_rate)
+async def load_clip(stored: StoredClip) -> Clip:
+    """The medium with its array; behind a ref that is a read-only view into the object store."""
+    return stored.clip if stored.ref is None else _with(stored.clip, await stored.ref)
+
+
+def _array(clip: Clip) -> NDArray[Any]:
+    return clip.samples if isinstance(clip, AudioClip) else clip.pixels
+
+
+def _with(clip: Clip, array: NDArray[Any]) -> Clip:
+    return replace(clip, samples=array) if isinstance(clip, AudioClip) else replace(clip, pixels=array)

@@ -107,6 +107,10 @@ class ProducerEnd:
             await self._moved.wait()
         self._sent += nbytes
 
+    def note(self, nbytes: int) -> None:
+        """Account for ``nbytes`` that are sent without waiting; they will be reported as read like all others."""
+        self._sent += nbytes
+
     async def follow(self, address: LifelineAddress) -> None:
         """Keep the connection until it breaks; then ``lost`` is done."""
         try:

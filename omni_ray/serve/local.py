@@ -36,12 +36,14 @@ def serve_here(
     ray.init(address=address or "local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: stop.set())
+    started = False
     try:
         check_fits(app, ray.cluster_resources())
         location = "HeadOnly" if address is None else "EveryNode"
         serve.start(proxy_location=location, http_options={"host": host, "port": port})
         target = serve.RunTarget(bind(app), name=app.pipeline.name, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
+        started = True
         if not _wait(app.pipeline.name, start_timeout_s, stop):
             return 1
         if not stop.is_set():
@@ -50,7 +52,10 @@ def serve_here(
         print("stopping: streams may finish first", file=sys.stderr, flush=True)
         return 0
     finally:
-        serve.shutdown()
+        if address is None:
+            serve.shutdown()
+        elif started:  # other applications of that cluster are none of our business
+            serve.delete(app.pipeline.name)
         ray.shutdown()
 
 

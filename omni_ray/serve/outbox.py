@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk
 from omni_ray.serve.events import Event, Opened, OutputEvent
@@ -44,12 +44,15 @@ class Outbox:
             wait = flushed + self._pause - time.monotonic()
             if wait > 0 and not self._closed:
                 await self._collect(wait)
+            if self._error is not None and all(isinstance(event, Opened) for event in self._events):
+                self._events.clear()  # nothing was shown: whoever waits may still be answered by another replica
             flushed = time.monotonic()  # not when the reader came back: its pause is no reason to wait longer
             for batch in self._take():
                 yield batch
             if self._closed and not self._events:
-                if self._error is not None:
-                    raise self._error
+                error, self._error = self._error, None  # kept here it would keep its traceback's frames
+                if error is not None:
+                    raise error
                 return
 
     async def _collect(self, seconds: float) -> None:
@@ -76,6 +79,13 @@ class Outbox:
             batches[-1].append(event)
             size += _nbytes(event)
         return batches
+
+
+def split_audio(chunk: AudioChunk, max_bytes: int) -> Iterator[AudioChunk]:
+    """``chunk`` in pieces of at most ``max_bytes``: one event must fit into one message."""
+    frames = max(1, max_bytes // (chunk.samples.nbytes // len(chunk.samples)))
+    for start in range(0, len(chunk.samples), frames):
+        yield AudioChunk(chunk.position + start, chunk.samples[start : start + frames], chunk.sample_rate)
 
 
 def _nbytes(event: Event) -> int:

@@ -66,6 +66,13 @@ class Plan:
         """The part of stage ``name``."""
         return next(s for s in self.stages if s.name == name)
 
+    def upstream(self, name: str) -> frozenset[str]:
+        """``name`` and every stage whose outputs can reach it."""
+        found = {name}
+        for called in self.stage(name).calls:
+            found |= self.upstream(called)
+        return frozenset(found)
+
     def names(self) -> tuple[str, ...]:
         """Stages in the order data flows."""
         return tuple(s.name for s in self.stages)

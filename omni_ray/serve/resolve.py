@@ -4,6 +4,7 @@ Everything is checked here, together, before any actor starts: the declaration, 
 options, Ray Serve's options and what follows from them.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from omni_ray.config.deploy import (
 from omni_ray.config.pipeline import PipelineConfig, StagePipelineConfig
 from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
-from omni_ray.registry import OmniModelRegistry, engine_entry, engine_options, load_pipeline
+from omni_ray.registry import OmniModelRegistry, engine_entry, engine_options, import_dotted, load_pipeline
 from omni_ray.serve.planner import Plan, all_plans
 from omni_ray.serve.serve_options import MAY_NOT_BE_SET, DeploymentBlock, ServeOptions, derive
 from omni_ray.serve.specs import IngressSpec, StageSpec
@@ -235,9 +236,23 @@ def _checked(
 
 
 def _reference_problems(pipeline: PipelineConfig) -> list[str]:
-    """Architectures that no registry knows; processors and engines are imported by the stages that need them."""
-    return [
-        f"pipeline {pipeline.name!r}, stage {stage.name!r}: model_arch {stage.model_arch!r} is not registered"
-        for stage in pipeline.stages
-        if not OmniModelRegistry.known(stage.model_arch)
-    ]
+    """Names in the declaration that lead nowhere, and processors that are no async generators (C60).
+
+    Engines and model classes are heavy, so only their names are looked up here; the stages import them.
+    """
+    problems = []
+    for stage in pipeline.stages:
+        where = f"pipeline {pipeline.name!r}, stage {stage.name!r}"
+        if not OmniModelRegistry.known(stage.model_arch):
+            problems.append(f"{where}: model_arch {stage.model_arch!r} is not registered")
+        for edge in stage.inputs:
+            try:
+                processor = import_dotted(edge.processor)
+            except ConfigError as error:
+                problems += [f"{where}, processor: {problem}" for problem in error.problems]
+                continue
+            if not inspect.isasyncgenfunction(processor):
+                problems.append(
+                    f"{where}: processor {edge.processor!r} is no async generator; write `async def` with `yield`"
+                )
+    return problems

@@ -166,6 +166,8 @@ def check_actual_options(stage: str, derived: ServeOptions) -> None:
     """
     assigned = ray.get_runtime_context().get_assigned_resources()
     config = serve.get_replica_context()._deployment_config  # the only place where a replica sees its options
+    if derived.num_gpus and not ray.get_gpu_ids():
+        raise ConfigError([f"deployment {stage!r} has {derived.num_gpus:g} GPU but sees none (CUDA_VISIBLE_DEVICES)"])
     grace = min(config.graceful_shutdown_timeout_s, derived.graceful_shutdown_timeout_s)  # HAProxy mode lengthens it
     actual = {
         "ray_actor_options.num_cpus": (assigned.get("CPU", 0.0), derived.num_cpus),
@@ -173,6 +175,18 @@ def check_actual_options(stage: str, derived: ServeOptions) -> None:
         "max_ongoing_requests": (config.max_ongoing_requests, derived.max_ongoing_requests),
         "graceful_shutdown_timeout_s": (grace, derived.graceful_shutdown_timeout_s),
     }
+    actual["max_queued_requests"] = (config.max_queued_requests, -1)
+    actual["autoscaling_config (1 if there is one)"] = (config.autoscaling_config is not None, derived.autoscaled)
+    for name in ("health_check_period_s", "health_check_timeout_s"):
+        actual[name] = (dict(config)[name], derived.serve[name])
+    for name, amount in derived.resources.items():
+        actual[f"ray_actor_options.resources.{name}"] = (assigned.get(name, 0.0), amount)
+    if "memory" in derived.serve["ray_actor_options"]:
+        memory = derived.serve["ray_actor_options"]["memory"]
+        actual["ray_actor_options.memory"] = (assigned.get("memory", 0.0), memory)
+    group = ray.util.get_current_placement_group()
+    bundles = derived.serve.get("placement_group_bundles", [])
+    actual["number of placement_group_bundles"] = (len(group.bundle_specs) if group else 0, len(bundles))
     if not derived.autoscaled:
         actual["num_replicas"] = (config.num_replicas, derived.num_replicas)
     where = "ingress.deployment" if stage == "ingress" else f"stages.{stage}.deployment"

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
@@ -12,8 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from omni_ray.engine.base import Engine, EngineContext, EngineStats
-from omni_ray.engine.types import Request
-from omni_ray.errors import OmniRayError, SaturatedError, StageFailedError
+from omni_ray.errors import OmniRayError, ReplicaDiedError, SaturatedError, StageFailedError
 from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
@@ -28,20 +27,21 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a stage knows of itself, for tests and ``omni-ray top``. All counters but totals are zero when idle."""
+    """What a stage knows of itself, for tests and dashboards. All counters but totals are zero when idle."""
 
     replica: str
     ongoing: int
     engine: EngineStats
     started: int
     finished: int
+    refused: int
     failed: int
     cancelled: int
     messages: int
 
 
-class _ConsumerGone(Exception):
-    """The lifeline broke: nobody is left to answer."""
+class _ConsumerGone(ReplicaDiedError):
+    """The lifeline broke: the consumer's process is gone, or at least out of reach."""
 
 
 class Stage:
@@ -103,59 +103,53 @@ class Stage:
 
     async def run(self, envelope: Envelope, caller: Caller) -> AsyncIterator[list[Event]]:
         """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""
-        async with self._counted(envelope.request):
-            end = ProducerEnd(self._window) if caller.lifeline is not None else None
-            run, complete = StageRun(self._parts, envelope, end), False
-            tasks = [asyncio.create_task(run.go())]
-            if end is not None and caller.lifeline is not None:
-                tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
-                end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone()))
-            try:
-                async for batch in run.outbox.batches():
-                    self._totals["messages"] += 1
-                    yield batch
-                complete = True
-            except SaturatedError as error:
-                yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
-            except _ConsumerGone:
-                self._totals["cancelled"] += 1
-                self._totals["finished"] -= 1
-                logger.info("request %s: its consumer %s is gone", envelope.request.request_id, caller.consumer)
-            except OmniRayError:
-                raise
-            except Exception as error:
-                logger.exception("stage %s failed, request %s", self._stage.name, envelope.request.request_id)
-                raise StageFailedError(f"stage {self._stage.name} failed") from error
-            finally:
-                for task in tasks:
-                    task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await asyncio.gather(*tasks, return_exceptions=True)
-                if end is not None:
-                    end.lost.cancel()  # its callback knows the run, and the run knows the end: a cycle that holds refs
-                if not complete:
-                    run.abandon()
-                if run.refs_travel and (run.cut_off or not complete):
-                    self._collector.soon()
-
-    @asynccontextmanager
-    async def _counted(self, request: Request) -> AsyncIterator[None]:
-        self._ongoing[request.key] += 1
+        key, outcome = envelope.request.key, "cancelled"
+        end = ProducerEnd(self._window) if caller.lifeline is not None else None
+        run = StageRun(self._parts, envelope, end)
+        tasks = [asyncio.create_task(run.go())]
+        if end is not None and caller.lifeline is not None:
+            tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
+            end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone(f"{caller.consumer} is gone")))
+        self._ongoing[key] += 1
         self._totals["started"] += 1
-        outcome = "finished"
         try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
-            raise
-        except Exception:
+            async for batch in run.outbox.batches():
+                self._totals["messages"] += 1
+                yield batch
+            outcome = "finished"
+        except SaturatedError as error:
+            outcome = "refused"
+            yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
+        except _ConsumerGone:
+            raise  # to a consumer that lives and only lost its lifeline this is an error, never an end
+        except OmniRayError:
             outcome = "failed"
             raise
+        except Exception as error:
+            outcome = "failed"
+            logger.exception("stage %s failed, request %s", self._stage.name, envelope.request.request_id)
+            raise StageFailedError(f"stage {self._stage.name} failed") from error
         finally:
+            await self._end(run, end, tasks, outcome in ("finished", "refused"))
             self._totals[outcome] += 1
-            self._ongoing[request.key] -= 1
-            if not self._ongoing[request.key]:
-                del self._ongoing[request.key]
+            self._ongoing[key] -= 1
+            if not self._ongoing[key]:
+                del self._ongoing[key]
+
+    async def _end(
+        self, run: StageRun, end: ProducerEnd | None, tasks: list[asyncio.Task[None]], complete: bool
+    ) -> None:
+        """Stop what is left of a run and let go of its refs."""
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if end is not None:
+            end.lost.cancel()  # its callback knows the run, and the run knows the end: a cycle that holds refs
+        if not complete:
+            run.abandon()
+        if run.refs_travel and (run.cut_off or not complete):
+            self._collector.soon()
 
     async def ping(self) -> str:
         """The replica's tag; answering is the point."""
@@ -164,7 +158,8 @@ class Stage:
     async def state(self) -> StageState:
         """Counters right now."""
         assert self._engine is not None
-        counts = {name: self._totals[name] for name in ("started", "finished", "failed", "cancelled", "messages")}
+        names = ("started", "finished", "refused", "failed", "cancelled", "messages")
+        counts = {name: self._totals[name] for name in names}
         return StageState(self._replica, self._ongoing.total(), self._engine.stats(), **counts)
 
     async def check_health(self) -> None:

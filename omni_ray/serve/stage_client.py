@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 from ray.exceptions import OwnerDiedError, RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
@@ -95,15 +96,20 @@ class StageClient:
         events = response.__aiter__()
         try:
             while True:
+                ours: BaseException | None = None
                 try:
                     async with asyncio.timeout(limit):
                         batch = await events.__anext__()
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
-                    raise StageTimeoutError(f"stage {self.stage} sent nothing for {limit:g} s") from None
+                    ours = StageTimeoutError(f"stage {self.stage} sent nothing for {limit:g} s")
                 except (asyncio.CancelledError, Exception) as error:
-                    raise self._mapped(error) from error
+                    ours = self._mapped(error)
+                    if ours is error:
+                        raise
+                if ours is not None:
+                    raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
                 for event in batch:
                     if isinstance(event, Saturated):
                         raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
@@ -128,5 +134,8 @@ class StageClient:
             return NotReadyError(f"stage {self.stage} has no replica")
         if isinstance(cause, RayActorError | OwnerDiedError | RequestCancelledError | asyncio.CancelledError):
             return ReplicaDiedError(f"a replica of stage {self.stage} died")
+        gone = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+        if isinstance(cause, grpc.RpcError) and cause.code() in gone:
+            return ReplicaDiedError(f"a replica of stage {self.stage} went away")
         logger.error("stage %s failed in an unforeseen way", self.stage, exc_info=error)
         return StageFailedError(f"stage {self.stage} failed")

@@ -5,8 +5,9 @@ Upstream streams open when the engine first asks for input, so a full engine ref
 """
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from omni_ray.engine.types import (
     AudioChunk,
     AudioClip,
     Chunk,
+    Clip,
     Finish,
     LatentChunk,
     Output,
@@ -25,11 +27,11 @@ from omni_ray.engine.types import (
     TextChunk,
     TranscriptChunk,
 )
-from omni_ray.errors import SchemaMismatchError
+from omni_ray.errors import SchemaMismatchError, StageFailedError
 from omni_ray.serve.events import Envelope, Opened, OutputEvent
 from omni_ray.serve.latents import large, load_clip, load_output, store_output
 from omni_ray.serve.lifeline import ProducerEnd
-from omni_ray.serve.outbox import Outbox
+from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, split_audio
 from omni_ray.serve.planner import PlanStage, feeding_edge
 from omni_ray.serve.stage_client import Received, StageClient
 
@@ -59,6 +61,7 @@ class StageRun:
         self._envelope = envelope
         self._part: PlanStage = envelope.plan.stage(parts.stage.name)
         self._end = end
+        self._texts = {name for kind, name in envelope.plan.outputs if kind != "audio"}
         self._finals = {name: _FINAL_CHUNKS[kind] for kind, name in envelope.plan.outputs}
         self._edges = [parts.stage.inputs[i] for i in self._part.edges]
         self._queues: dict[str, asyncio.Queue[Received | None]] = {
@@ -69,7 +72,7 @@ class StageRun:
         self._unfinished = set(self._queues)
         self._cut_short = False
         self.cut_off = False
-        self._refs: list[OutputEvent] = []
+        self._refs: list[weakref.ref[OutputEvent]] = []  # weak: an event that was sent and read is gone
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms)
 
@@ -93,27 +96,36 @@ class StageRun:
 
     def abandon(self) -> None:
         """The stream ended badly: let go of every ref, whoever still knows its event."""
-        for event in self._refs:
-            event.ref = None
+        for known in self._refs:
+            if (event := known()) is not None:
+                event.ref = None
 
     def _upstream_wanted(self) -> bool:
         """Whether something further down still takes outputs that come from upstream through this stage."""
         name = self._parts.stage.name
-        return any(stage != name for stage in (*self._finals, *self._part.feeds)) and bool(self._part.calls)
+        upstream = self._envelope.plan.upstream(name) - {name}
+        return bool(upstream & {*self._finals, *self._part.feeds})
 
     async def _compute(self) -> None:
         stage = self._parts.stage
         inputs = {edge.source: self._inputs(edge) for edge in self._edges}
         generate = self._parts.engine.generate(self._request(), inputs, self._envelope.resume.get(stage.name))
-        opened = False
-        async with aclosing(_closable(generate)) as outputs:
+        opened = finished = False
+        async with AsyncExitStack() as closing:
+            for source in inputs.values():
+                await closing.enter_async_context(aclosing(source))
+            outputs = await closing.enter_async_context(aclosing(_closable(generate)))
             async for output in outputs:
                 if not opened:
                     self.outbox.put(self._parts.opened)
                     opened = True
-                if isinstance(output, Finish) and output.reason == "stop" and self._cut_short:
-                    output = replace(output, reason="length")
+                if isinstance(output, Finish):
+                    finished = True
+                    if output.reason == "stop" and self._cut_short:
+                        output = replace(output, reason="length")
                 await self._send(stage.name, output)
+        if not finished:
+            raise StageFailedError(f"the engine of stage {stage.name} ended without a finish")
         self._computed = True
         self._asked.set()  # an engine that never asked for input must not leave the pumps waiting
         for queue in self._queues.values():
@@ -139,10 +151,16 @@ class StageRun:
             return
         inline_bytes = self._parts.streaming.inline_bytes
         if self._end is not None and isinstance(output, LatentChunk) and large(output, inline_bytes):
-            await self._end.acquire(output.rows.nbytes)
+            if stage not in self._texts:
+                await self._end.acquire(output.rows.nbytes)
+            else:  # waiting would delay the text that comes after it; max_tokens bounds what can pile up
+                self._end.note(output.rows.nbytes)
             event = await store_output(stage, output)
-            self._refs.append(event)
+            self._refs.append(weakref.ref(event))
             self.outbox.put(event)
+        elif isinstance(output, AudioChunk) and output.samples.nbytes > MAX_BATCH_BYTES:
+            for piece in split_audio(output, MAX_BATCH_BYTES):
+                self.outbox.put(OutputEvent(stage, piece))
         else:
             self.outbox.put(OutputEvent(stage, output))
 
@@ -152,7 +170,7 @@ class StageRun:
             return True
         return stage in self._finals and isinstance(output, Finish | self._finals[stage])
 
-    async def _inputs(self, edge: Edge) -> AsyncIterator[Any]:
+    async def _inputs(self, edge: Edge) -> AsyncGenerator[Any, None]:
         """The edge's processor over its source, both closed with this generator."""
         source = self._clips(edge) if edge.source == REQUEST else self._chunks(edge.source)
         processor = self._parts.processors[edge.processor]
@@ -160,10 +178,11 @@ class StageRun:
             async for item in items:
                 yield item
 
-    async def _clips(self, edge: Edge) -> AsyncGenerator[AudioClip, None]:
-        if "input_audio" in edge.parts:
-            for clip in self._envelope.clips:
-                yield await load_clip(clip)
+    async def _clips(self, edge: Edge) -> AsyncGenerator[Clip, None]:
+        """The media that the edge takes."""
+        for stored in self._envelope.clips:
+            if ("input_audio" if isinstance(stored.clip, AudioClip) else "input_image") in edge.parts:
+                yield await load_clip(stored)
 
     async def _chunks(self, source: str) -> AsyncGenerator[Chunk, None]:
         """Chunks of ``source``, as they come or (``async_chunk: false``) all at the end."""
@@ -184,8 +203,10 @@ class StageRun:
             assert not isinstance(event.output, Finish)
             if event.ref_bytes and event.ref is None:
                 continue  # its producer abandoned the stream; the error follows
-            yield event.output if event.ref is None else await load_output(event)
-            received.read()  # the consumer came back for more
+            try:
+                yield event.output if event.ref is None else await load_output(event)
+            finally:
+                received.read()  # the consumer came back for more, or wants no more
 
     async def _pump(self, client: StageClient) -> None:
         """Take one upstream stream apart: what feeds this stage into queues, what is wanted further down outwards."""
@@ -197,11 +218,15 @@ class StageRun:
                     self.outbox.put(received.event)
                 elif isinstance(received.event, OutputEvent):
                     self._pass_on(received.event, received)
+        if self._unfinished & self._envelope.plan.upstream(client.stage):
+            raise StageFailedError(f"the stream of stage {client.stage} ended without a finish")
 
     def _pass_on(self, event: OutputEvent, received: Received) -> None:
         if event.ref is not None:
-            self._refs.append(event)
+            self._refs.append(weakref.ref(event))
         if self._wanted(event.stage, event.output):
+            if self._end is not None:
+                self._end.note(event.ref_bytes)
             self.outbox.put(event)
         queue = self._queues.get(event.stage)
         if queue is not None and isinstance(event.output, Finish):

@@ -15,7 +15,7 @@ from torch import Tensor
 from omni_ray.config.pipeline import Edge, StageExecutionType, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine, ARModel
-from omni_ray.engine.ar_loop import PREFILL_CHUNK
+from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.detokenizer import Detokenizer
 from omni_ray.engine.noise import gumbel

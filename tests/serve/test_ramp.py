@@ -70,7 +70,7 @@ def config(chunk: int, replicas: int, width: int = 3) -> dict[str, Any]:
     return {"stages": stages}
 
 
-@pytest.mark.parametrize(("chunk", "replicas"), [(1, 1), (4, 2), (25, 2), (25, 1)])
+@pytest.mark.parametrize(("chunk", "replicas"), [(chunk, replicas) for chunk in (1, 4, 25) for replicas in (1, 2)])
 async def test_stream_equals_oracle(serving: Serving, chunk: int, replicas: int) -> None:
     """PCM byte for byte at 1 and 16 concurrent requests; every sample carries its own request's tag (C01, C02)."""
     app = serving("ramp", config(chunk, replicas))

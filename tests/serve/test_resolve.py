@@ -16,6 +16,7 @@ from omni_ray.config.deploy import DeployConfig, IngressConfig
 from omni_ray.config.pipeline import PipelineConfig, StageLimits
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.errors import ConfigError
+from omni_ray.models.ramp import processors
 from omni_ray.models.ramp.options import Faults, ThinkerOptions
 from omni_ray.registry import OMNI_PIPELINES, engine_options, load_pipeline
 from omni_ray.serve.cluster import check_fits, needs
@@ -280,6 +281,24 @@ class TestArguments:
         monkeypatch.delitem(registry._MODELS, "RampTalker")
         assert problems({}) == ["pipeline 'ramp', stage 'talker': model_arch 'RampTalker' is not registered"]
 
+    def test_a_processor_that_is_no_async_generator(self, monkeypatch: pytest.MonkeyPatch):
+        """C60: a plain coroutine where a stream is declared is found before any actor starts, as is a typo."""
+
+        async def waits_for_all(request: Any, chunks: Any) -> list[Any]:
+            return []
+
+        monkeypatch.setattr(processors, "frames_of_talker", waits_for_all)
+        monkeypatch.delattr(processors, "rows_of_thinker")
+        typo, plain = problems({})
+        path = "omni_ray.models.ramp.processors"
+        assert typo.startswith(
+            f"pipeline 'ramp', stage 'talker', processor: '{path}:rows_of_thinker' cannot be imported"
+        )
+        assert plain == (
+            f"pipeline 'ramp', stage 'code2wav': processor '{path}:frames_of_talker' is no async generator; write "
+            f"`async def` with `yield`"
+        )
+
 
 class TestCheckFits:
     """C64: Serve would wait for ever; we say stage, needed and available before anything starts."""
@@ -465,8 +484,7 @@ ingress: {retry: sometimes, deployment: []}
             "F: ingress.retry: input should be a valid boolean, unable to interpret input, got 'sometimes'",
             "F: stages.thinker.engine.max_num_seqs: input should be greater than or equal to 1, got 0",
             "F: stages.thinker.engine.queue_timeout_s: input should be a finite number, got inf",
-            "F: stages.thinker.deployment.num_replicas: input should be a valid integer, unable to parse string as an "
-            "integer, got 'auto'",
+            "F: stages.thinker.deployment.num_replicas: input should be a valid integer, got 'auto'",
             "F: stages.thinker.deployment.ray_actor_options.num_cpus: input should be a valid number, unable to parse "
             "string as a number, got 'two'",
             "F: stages.thinker.deployment.ray_actor_options.memory: input should be a finite number, got inf",
@@ -493,7 +511,8 @@ variant: thinking
             "idle_timeout_s, got 20",
             "F: ingress: must be a mapping with keys deployment, max_concurrent_requests, max_audio_seconds, "
             "max_input_audio_seconds, max_body_mb, max_audio_mb, max_messages, max_text_chars, max_speech_chars, "
-            "api_keys_env, grace_s, retry, got 8000",
+            "max_request_text_chars, max_media_parts, body_idle_timeout_s, max_bodies_mb, api_keys_env, grace_s, "
+            "retry, got 8000",
         ],
     ),
 }

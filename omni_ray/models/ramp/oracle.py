@@ -6,16 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.types import Request, TextPart
+from omni_ray.errors import InvalidRequestError
 from omni_ray.models.ramp.options import RequestFaults
 
 SAMPLES_PER_FRAME = 1920
 
 
 def request_text(request: Request) -> str:
-    """The text a request is about: the speech input, or the last user message's text."""
+    """The text a request is about: the speech input, or the last user message's text.
+
+    Raises:
+        InvalidRequestError: the chat holds no user message.
+    """
     if request.speech_text is not None:
         return request.speech_text
-    last = next(m for m in reversed(request.messages) if m.role == "user")
+    last = next((m for m in reversed(request.messages) if m.role == "user"), None)
+    if last is None:
+        raise InvalidRequestError("ramp answers the last user message, and there is none", "messages")
     return " ".join(part.text for part in last.content if isinstance(part, TextPart))
 
 

@@ -60,6 +60,7 @@ PIPELINE = PipelineConfig(
     prepare="omni_ray.models.voice_chat.checkpoint:prepare",
     voices=Voices(names=("heart",), default="heart", aliases=dict.fromkeys(_OPENAI_VOICES, "heart")),
     speech_speed=(0.25, 4.0),
+    languages=("en",),
     input_audio_sample_rate=16000,
     max_input_audio_seconds=300,
     max_audio_seconds=300,

@@ -6,6 +6,7 @@ Weights, configuration and rotary tables come from transformers; only the forwar
 ``LlamaModel`` computes; q, k, v and gate, up are one matrix each.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from omni_ray.engine.ar_model import PREFILL_CHUNK
+from omni_ray.engine.fixed_shapes import POSITIONS, ROWS, attend_alike, rounded_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +40,26 @@ class SlotLlama:
     ``s * length + p``. Nothing is ever cleared: what lies behind a row's position is masked.
     """
 
-    def __init__(self, model: Any, slots: int, length: int) -> None:
+    def __init__(self, model: Any, slots: int, length: int, alike: bool = False) -> None:
         """Take over a transformers ``LlamaForCausalLM``'s weights.
 
         Args:
             model: without biases in attention or MLP; its weights are used as they are or copied, never changed.
             slots: rows of the cache.
             length: positions per slot.
+            alike: give every call one shape, and a row the same bits in every slot (``fixed_shapes``): prompts in
+                padded pieces, steps over all slots, attention over the whole length; both numbers are rounded up.
         """
         config: LlamaConfig = model.config
         assert not config.attention_bias
         assert not config.mlp_bias
         assert config.hidden_act == "silu"
         self.slots, self.length = slots, length
+        self._alike = alike
+        self._attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if alike:
+            self.slots, self.length = slots, length = rounded_up(slots, ROWS), rounded_up(length, POSITIONS)
+            self._attend = attend_alike
         self.heads, self.groups, self.head_dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -96,12 +107,39 @@ class SlotLlama:
             kv.index_copy_(0, where, torch.cat((k, v), 2).flatten(0, 1))
             known = kv.view(self.slots, self.length, 2 * g, d)[rows.start : rows.stop, :reach].transpose(1, 2)
             q = q.reshape(n, t, g, per_group, d).permute(0, 2, 3, 1, 4).reshape(n, g, per_group * t, d)
-            y = F.scaled_dot_product_attention(q, known[:, :g], known[:, g:], attn_mask=mask)
+            y = self._attend(q, known[:, :g], known[:, g:], mask)
             y = y.reshape(n, g, per_group, t, d).permute(0, 3, 1, 2, 4).reshape(n, t, self.heads * d)
             x = x + F.linear(y, layer.attention_out)
             gate, up = F.linear(F.rms_norm(x, (hidden,), layer.mlp_norm, self.eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
         return F.rms_norm(x, (hidden,), self.norm, self.eps)
+
+    def prefill(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
+        """Compute prompt tokens at positions ``start ..`` of a slot; float32 logits [vocabulary] of the last one."""
+        last, reach = len(ids) - 1, start + len(ids)
+        if self._alike:
+            # The padding writes beyond the prompt, where the answer will overwrite it before anyone looks.
+            ids = [*ids, *[0] * (min(PREFILL_CHUNK, self.length - start) - len(ids))]
+            reach = self.length
+        positions = torch.arange(start, start + len(ids))[None]
+        return self.logits(self.forward(torch.tensor([ids]), positions, range(slot, slot + 1), reach)[0, last])
+
+    def step(self, slots: Sequence[int], last_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Compute one token per slot, as ``ARModel.step``; float32 logits [len(slots), vocabulary].
+
+        Free slots and slots with an unfinished prompt between the first and the last one are computed too and thrown
+        away, which is cheaper than gathering KV. They write at a slot's last position: no request gets that far,
+        because its last token is never computed.
+        """
+        rows = range(self.slots) if self._alike else range(slots[0], slots[-1] + 1)
+        reach = self.length if self._alike else max(positions) + 1
+        ids, where = [0] * len(rows), [self.length - 1] * len(rows)
+        taken = [slot - rows.start for slot in slots]
+        for row, token, position in zip(taken, last_ids, positions, strict=True):
+            ids[row], where[row] = token, position
+        hidden = self.forward(torch.tensor(ids)[:, None], torch.tensor(where)[:, None], rows, reach)
+        logits = self.logits(hidden[:, 0])
+        return logits if len(taken) == len(rows) else logits[taken]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""

@@ -3,7 +3,6 @@
 Weights, tokenizer and chat template come from transformers, the forward pass from ``slot_llama``.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from omni_ray.engine.ar_loop import PREFILL_CHUNK
-from omni_ray.engine.ar_model import ARModel
+from omni_ray.engine.ar_model import ARModel, Probe
 from omni_ray.engine.options import AROptions
+from omni_ray.engine.precision import compute_dtype
+from omni_ray.engine.text_tokens import stop_ids, token_bytes
 from omni_ray.errors import ConfigError
 from omni_ray.models.voice_chat.prompt import Prompt
 from omni_ray.models.voice_chat.slot_llama import SlotLlama
@@ -53,7 +53,7 @@ class SmolLM2Thinker(ARModel):
         model = (
             LlamaForCausalLM(config).to(dtype) if self.context.load_format == "dummy" else _weights(directory, dtype)
         )
-        self._llama = SlotLlama(model, options.max_num_seqs, options.max_model_len)
+        self._llama = SlotLlama(model, options.max_num_seqs, options.max_model_len, options.deterministic)
         self._warm_up()
 
     def encode(self, prompt: Any) -> list[int]:
@@ -78,37 +78,22 @@ class SmolLM2Thinker(ARModel):
 
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
         """See ``ARModel.prefill``."""
-        end = start + len(ids)
-        last = len(ids) - 1
-        reach = end
-        if self._deterministic:
-            # The padding writes beyond the prompt, where the answer will overwrite it before anyone looks.
-            ids = [*ids, *[0] * (min(PREFILL_CHUNK, self._llama.length - start) - len(ids))]
-            reach = self._llama.length
-        positions = torch.arange(start, start + len(ids))[None]
-        hidden = self._llama.forward(torch.tensor([ids]), positions, range(slot, slot + 1), reach)
-        return self._llama.logits(hidden[0, last])
+        return self._llama.prefill(slot, ids, start)
 
     def step(self, slots: Sequence[int], last_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """See ``ARModel.step``.
-
-        Free slots and slots with an unfinished prompt between the first and the last one are computed too and thrown
-        away, which is cheaper than gathering KV. They write at a slot's last position: no request gets that far,
-        because its last token is never computed.
-        """
-        length = self._llama.length
-        rows = range(self._llama.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
-        reach = length if self._deterministic else max(positions) + 1
-        ids, where = [0] * len(rows), [length - 1] * len(rows)
-        taken = [slot - rows.start for slot in slots]
-        for row, token, position in zip(taken, last_ids, positions, strict=True):
-            ids[row], where[row] = token, position
-        hidden = self._llama.forward(torch.tensor(ids)[:, None], torch.tensor(where)[:, None], rows, reach)
-        logits = self._llama.logits(hidden[:, 0])
-        return logits if len(taken) == len(rows) else logits[taken]
+        """See ``ARModel.step``."""
+        return self._llama.step(slots, last_ids, positions)
 
     def release(self, slot: int) -> None:
         """Nothing to free: the slot's next request overwrites it."""
+
+    def probes(self) -> list[Probe]:
+        """Short chats of different lengths, as far as they fit."""
+        asked = ("Hello!", "What is the capital of France?", "Count from one to ten, please, and then back to one.")
+        chats = [Prompt((("user", text),)) for text in asked]
+        assert isinstance(self.context.options, AROptions)
+        room = self.context.options.max_model_len - 8
+        return [Probe(chat) for chat in chats if len(self.encode(chat)) < room]
 
     def _warm_up(self) -> None:
         """Compute the default system prompt's KV once, and run every batch size."""
@@ -123,59 +108,9 @@ class SmolLM2Thinker(ARModel):
             self.step(range(slots), [0] * slots, [shared] * slots)
 
 
-def compute_dtype(option: str) -> torch.dtype:
-    """``auto`` is bfloat16 where the CPU multiplies it natively (half the bytes per token), else float32."""
-    if option == "auto":
-        capabilities = torch.cpu.get_capabilities()
-        native = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-        option = "bfloat16" if native else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[option]
-
-
 def _weights(directory: Path, dtype: torch.dtype) -> Any:
     """The checkpoint as transformers loads it; a missing tensor is an error, not a random one."""
     model, info = LlamaForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise ConfigError([f"{directory}: tensors are missing: {', '.join(sorted(info['missing_keys']))}"])
     return model
-
-
-def stop_ids(directory: Path, tokenizer: Any) -> frozenset[int]:
-    """Every token that any file of the checkpoint calls an end (cases.md C24).
-
-    The union of ``eos_token_id`` (one or a list) in config.json and generation_config.json, the tokenizer's, and the
-    special token that the chat template puts behind an assistant's message.
-    """
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (directory / name).is_file():
-            value = json.loads((directory / name).read_text()).get("eos_token_id")
-            found.update([value] if isinstance(value, int) else value or [])
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    if tokenizer.chat_template:
-        mark = "omni"
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-        behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(mark)[2]
-        ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-        found.update([token for token in ids if token in tokenizer.all_special_ids][:1])
-    return frozenset(found)
-
-
-def token_bytes(tokenizer: Any) -> list[bytes]:
-    """UTF-8 bytes of every token of a byte-level BPE tokenizer, by id; empty for special tokens.
-
-    Byte-level BPE writes each byte as one printable character (GPT-2, Radford et al. 2019, ``bytes_to_unicode``):
-    printable Latin-1 bytes as themselves, the others as U+0100 onwards in order.
-    """
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    moved = (byte for byte in range(256) if byte not in plain)
-    byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
-    added = tokenizer.added_tokens_decoder
-    table = [b""] * len(tokenizer)
-    for token, index in tokenizer.get_vocab().items():
-        if index in added:
-            table[index] = b"" if added[index].special else token.encode()
-        else:
-            table[index] = bytes(byte_of[character] for character in token)
-    return table

@@ -12,6 +12,7 @@ from omni_ray.errors import OmniRayError
 from omni_ray.serve.api.chat import chat_routes
 from omni_ray.serve.api.errors import on_http_exception, on_omni_ray_error, on_validation_error
 from omni_ray.serve.api.health import health_routes
+from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys
 from omni_ray.serve.api.models import model_routes
 from omni_ray.serve.api.request_log import RequestLog, info_of
@@ -28,7 +29,7 @@ def make_app(dispatcher: Dispatcher, api_keys: frozenset[str]) -> FastAPI:
         dispatcher: admits requests and streams their events.
         api_keys: keys that may use ``/v1``; empty asks for none.
     """
-    service = Service(dispatcher, ApiKeys(api_keys))
+    service = Service(dispatcher, ApiKeys(api_keys), Bodies(dispatcher.config))
     app = FastAPI(
         title="omni_ray",
         version=__version__,

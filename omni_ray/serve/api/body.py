@@ -1,19 +1,22 @@
-"""Reading a request's body under a limit and turning JSON into a model; naming the fields that were ignored."""
+"""A JSON body -> a model -> a call, without holding up other requests; naming the fields that were ignored."""
 
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-from starlette.requests import Request
 
-from omni_ray.errors import ConfigError, InvalidRequestError, PayloadTooLargeError
+from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.serve.api.errors import invalid, shown
+from omni_ray.serve.api.incoming import Body
+from omni_ray.serve.api.threads import in_thread
 
-MB = 2**20
 IGNORED_HEADER = "x-omni-ray-ignored"
 _MAX_IGNORED = 20
+_IN_THREAD_BYTES = 100_000
+_MAX_OPENED, _MAX_COMMAS = 10_000, 100_000
+"""Of "{" and "[", and of ",", in one body. So many take some 50 ms to validate, and pydantic lets nobody else run."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
@@ -24,6 +27,7 @@ class OpenAIModel(BaseModel):
 
 
 Model = TypeVar("Model", bound=BaseModel)
+Call = TypeVar("Call")
 
 
 def with_extras(model: type[Model], extras: Mapping[str, type[BaseModel]]) -> type[Model]:
@@ -44,29 +48,32 @@ def extras_of(body: BaseModel, extras: Mapping[str, type[BaseModel]]) -> dict[st
     return {name: value for name, value in body if name in extras and value is not None}
 
 
-async def limited(request: Request, max_mb: float) -> AsyncGenerator[bytes, None]:
-    """The body's pieces; ``PayloadTooLargeError`` as soon as the limit is passed, declared or not."""
-    limit = int(max_mb * MB)
-    too_large = PayloadTooLargeError(f"the body exceeds the limit of {max_mb:g} MB")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise too_large
-    seen = 0
-    async with contextlib.aclosing(request.stream()) as pieces:
-        async for piece in pieces:
-            seen += len(piece)
-            if seen > limit:
-                raise too_large
-            yield piece
+async def read_json(body: Body, model: type[Model], read: Callable[[Model], Call]) -> Call:
+    """``read`` of the JSON body as a ``model``, strictly: no "1.5" for a number, no NaN, no nesting without end (C50).
 
-
-async def read_json(request: Request, model: type[Model], max_mb: float) -> Model:
-    """The JSON body as a ``model``, strictly: no "1.5" for a number, no NaN, no nesting without end (C50)."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    What would take long to parse is refused while it arrives, and a large body is parsed and read in a thread (C55).
+    """
+    kind = body.content_type
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidRequestError(f"the content type {shown(kind)} is not supported; send application/json")
-    async with contextlib.aclosing(limited(request, max_mb)) as pieces:
-        raw = b"".join([piece async for piece in pieces])
+    raw = bytearray()
+    opened = commas = 0
+    async with contextlib.aclosing(body.pieces()) as pieces:
+        async for piece in pieces:
+            opened += len(piece) - len(piece.translate(None, b"{["))
+            commas += len(piece) - len(piece.translate(None, b","))
+            if opened > _MAX_OPENED or commas > _MAX_COMMAS:
+                raise InvalidRequestError(
+                    f"the body holds too many values: more than {_MAX_OPENED} opening braces and brackets, or more "
+                    f"than {_MAX_COMMAS} commas"
+                )
+            raw += piece
+    if len(raw) > _IN_THREAD_BYTES:
+        return await in_thread(lambda: read(_validated(model, raw)))
+    return read(_validated(model, raw))
+
+
+def _validated(model: type[Model], raw: bytearray) -> Model:
     try:
         return model.model_validate_json(raw, strict=True)
     except ValidationError as error:
@@ -84,7 +91,7 @@ def unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
                 yield from unknown_fields(item, f"{prefix}{name}.")
 
 
-def ignored_header(names: Iterator[str]) -> dict[str, str]:
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """``x-omni-ray-ignored``: ASCII only, bounded, absent when nothing was ignored."""
     distinct = sorted({_UNSAFE.sub("?", name[:64]) for name in names})
     if not distinct:

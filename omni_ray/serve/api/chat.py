@@ -6,10 +6,11 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from omni_ray.engine.types import Clip
 from omni_ray.serve.api import sse
-from omni_ray.serve.api.body import ignored_header, read_json, with_extras
+from omni_ray.serve.api.body import read_json, with_extras
 from omni_ray.serve.api.chat_chunks import ChatShapes
-from omni_ray.serve.api.chat_models import ChatBody
+from omni_ray.serve.api.chat_models import chat_body
 from omni_ray.serve.api.chat_request import ChatCall, chat_route_exists, read_chat
 from omni_ray.serve.api.deltas import deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
@@ -26,24 +27,25 @@ _PCM_RATE_HZ = 24_000  # OpenAI's pcm16 is 24 kHz mono, and a chat chunk has no 
 def chat_routes(service: Service) -> APIRouter:
     """The route, with the model's extra fields in its body."""
     router = APIRouter()
-    model = with_extras(ChatBody, service.dispatcher.extras)
+    model = with_extras(chat_body(service.dispatcher.config.max_messages), service.dispatcher.extras)
 
     @router.post("/chat/completions", openapi_extra=json_body(model))
     async def create_chat_completion(request: Request) -> Response:
         """Text and speech from a chat; streamed as server-sent events."""
         chat_route_exists(service)
-        body = await read_json(request, model, service.dispatcher.config.max_body_mb)
         info = info_of(request)
-        return LiveResponse(_answer(service, read_chat(service, body, info), info), info)
+        service.admit(info)
+        with service.bodies.receive(request) as body:
+            call, encoded = await read_json(body, model, lambda parsed: read_chat(service, parsed, info))
+            clips = await decode_clips(service.dispatcher, encoded)
+        return LiveResponse(_answer(service, call, clips, info), info)
 
     return router
 
 
-async def _answer(service: Service, call: ChatCall, info: RequestInfo) -> Answer:
+async def _answer(service: Service, call: ChatCall, clips: tuple[Clip, ...], info: RequestInfo) -> Answer:
     dispatcher = service.dispatcher
-    clips = await decode_clips(dispatcher, call.clips)
     shapes = ChatShapes(call, dispatcher.model_name, int(time.time()))
-    headers = ignored_header(iter(call.ignored))
     pcm = call.format == "pcm"
     async with contextlib.AsyncExitStack() as stack:
         sound = None
@@ -58,10 +60,10 @@ async def _answer(service: Service, call: ChatCall, info: RequestInfo) -> Answer
         deltas = await stack.enter_async_context(contextlib.aclosing(deltas_of(events, call.plan, sound)))
         if not call.stream:
             whole = sse.json_bytes(await shapes.whole(deltas))
-            yield Head("application/json", {"Content-Length": str(len(whole)), **headers})
+            yield Head("application/json", {"Content-Length": str(len(whole)), **call.ignored})
             yield whole
             return
-        yield Head(sse.CONTENT_TYPE, {**sse.HEADERS, **headers}, heartbeat=True)
+        yield Head(sse.CONTENT_TYPE, {**sse.HEADERS, **call.ignored}, heartbeat=True)
         yield shapes.first()
         try:
             async for delta in deltas:

@@ -1,6 +1,7 @@
-"""OpenAI messages -> the stages' messages, with the clips they hold counted in order of appearance."""
+"""OpenAI messages -> the stages' messages, with the media they hold counted in order of appearance."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from omni_ray.config.deploy import IngressConfig
 from omni_ray.engine.types import MediaPart, Message, TextPart
@@ -10,6 +11,7 @@ from omni_ray.serve.api.errors import shown
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.service import is_blank
 
+_TYPES = ("text", "input_audio", "audio_url", "image_url")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -21,15 +23,16 @@ def read_messages(
     Raises:
         InvalidRequestError: naming the message and field.
     """
-    if len(messages) > limits.max_messages:
-        raise InvalidRequestError(
-            f"messages: {len(messages)} are more than the {limits.max_messages} allowed", "messages"
-        )
     clips: list[EncodedClip] = []
+    most = limits.max_request_text_chars
     read = tuple(_message(message, f"messages[{i}]", limits, clips) for i, message in enumerate(messages))
     if read[-1].role == "assistant":
         param = f"messages[{len(read) - 1}].role"
         raise InvalidRequestError(f"{param}: the last message must not be the assistant's", param)
+    if sum(len(part.text) for m in read for part in m.content if isinstance(part, TextPart)) > most:
+        raise InvalidRequestError(
+            f"messages: all text together has more than the {most} characters allowed", "messages"
+        )
     return read, tuple(clips)
 
 
@@ -45,7 +48,7 @@ def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: lis
         raise _error(
             f"{where}.content", "is required: a string or a list of parts; earlier audio is not kept by its id"
         )
-    content = tuple(_part(part, role, f"{where}.content[{i}]", clips) for i, part in enumerate(message.content))
+    content = tuple(_part(part, role, f"{where}.content[{i}]", limits, clips) for i, part in enumerate(message.content))
     texts = [part.text for part in content if isinstance(part, TextPart)]
     if len(texts) == len(content) and is_blank("".join(texts)):
         raise _error(f"{where}.content", "is empty")
@@ -54,7 +57,9 @@ def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: lis
     return Message(role, content)
 
 
-def _part(part: ContentPart, role: str, where: str, clips: list[EncodedClip]) -> TextPart | MediaPart:
+def _part(
+    part: ContentPart, role: str, where: str, limits: IngressConfig, clips: list[EncodedClip]
+) -> TextPart | MediaPart:
     if part.type == "text":
         if part.text is None:
             raise _error(f"{where}.text", "field required")
@@ -66,15 +71,25 @@ def _part(part: ContentPart, role: str, where: str, clips: list[EncodedClip]) ->
     elif part.type == "audio_url":
         if part.audio_url is None:
             raise _error(f"{where}.audio_url", "field required")
-        clip = EncodedClip(f"{where}.audio_url.url", part.audio_url.url)
-        if not part.audio_url.url[:5].lower() == "data:":
-            raise _error(clip.param, "media by URL is off; send a base64 data: URL")
+        clip = _clip_of_url(f"{where}.audio_url.url", part.audio_url.url, "audio")
+    elif part.type == "image_url":
+        if part.image_url is None:
+            raise _error(f"{where}.image_url", "field required")
+        clip = _clip_of_url(f"{where}.image_url.url", part.image_url.url, "image")
     else:
-        raise _error(f"{where}.type", f"{shown(part.type)} is not supported here; types: text, input_audio, audio_url")
+        raise _error(f"{where}.type", f"{shown(part.type)} is not supported here; types: {', '.join(_TYPES)}")
     if role != "user":
-        raise _error(where, f"audio may only be in user messages, not in the {role}'s")
+        raise _error(where, f"{clip.kind} may only be in user messages, not in the {role}'s")
+    if len(clips) == limits.max_media_parts:
+        raise _error(where, f"a request may hold {limits.max_media_parts} media parts, no more")
     clips.append(clip)
-    return MediaPart("audio", len(clips) - 1)
+    return MediaPart(clip.kind, len(clips) - 1)
+
+
+def _clip_of_url(param: str, url: str, kind: Literal["audio", "image"]) -> EncodedClip:
+    if url[:5].lower() != "data:":
+        raise _error(param, "media by URL is off; send a base64 data: URL")
+    return EncodedClip(param, url, kind)
 
 
 def _error(param: str, words: str) -> InvalidRequestError:

@@ -1,14 +1,18 @@
 """The JSON body of ``POST /v1/chat/completions``: the fields that are read or refused; all others are ignored.
 
-Bounds of sampling fields live in ``SamplingParams``; what needs a list of choices in its message is checked by hand.
+Every list is bounded. Bounds of sampling fields live in ``SamplingParams``; what needs a list of choices in its message
+is checked by hand.
 """
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
 from omni_ray.serve.api.body import OpenAIModel
 from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED
+
+_MAX_PARTS = 256
+_MAX_TOOLS = 128
 
 
 class InputAudio(OpenAIModel):
@@ -24,6 +28,12 @@ class AudioUrl(OpenAIModel):
     url: str
 
 
+class ImageUrl(OpenAIModel):
+    """Only a base64 ``data:`` URL; nothing is ever downloaded (C06)."""
+
+    url: str
+
+
 class ContentPart(OpenAIModel):
     """``type`` says which one of the others must be there."""
 
@@ -31,6 +41,7 @@ class ContentPart(OpenAIModel):
     text: str | None = None
     input_audio: InputAudio | None = None
     audio_url: AudioUrl | None = None
+    image_url: ImageUrl | None = None
 
 
 def _parts(content: Any) -> Any:
@@ -41,8 +52,10 @@ class ChatMessage(OpenAIModel):
     """``content`` may also be a string."""
 
     role: str
-    content: Annotated[list[ContentPart] | None, BeforeValidator(_parts)] = None
-    tool_calls: list[Any] | None = None
+    content: Annotated[
+        list[ContentPart] | None, Field(max_length=_MAX_PARTS, fail_fast=True), BeforeValidator(_parts)
+    ] = None
+    tool_calls: list[Any] | None = Field(default=None, max_length=_MAX_TOOLS)
     function_call: Any = None
 
 
@@ -70,10 +83,10 @@ def _stops(stop: Any) -> Any:
 
 
 class ChatBody(OpenAIModel):
-    """The body. ``priority``: smaller is served first; ours, not OpenAI's."""
+    """The body. ``priority``: 0, or more to be served after others; ours, not OpenAI's."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     modalities: Any = Field(default=None, description='["text"], ["audio"] or both; missing or empty is text')
     audio: AudioOptions | None = None
     stream: bool | None = None
@@ -89,16 +102,22 @@ class ChatBody(OpenAIModel):
     ] = None
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: int | None = Field(default=None, ge=0, le=MAX_PRIORITY)
     n: int | None = Field(default=None, ge=1)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
+    tools: list[Any] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: Any = None
-    functions: list[Any] | None = None
+    functions: list[Any] | None = Field(default=None, max_length=_MAX_TOOLS)
     function_call: Any = None
     web_search_options: Any = None
+
+
+def chat_body(max_messages: int) -> type[ChatBody]:
+    """``ChatBody`` of at most ``max_messages``: a longer list is refused as soon as it is too long (C55)."""
+    messages = Field(min_length=1, max_length=max_messages, fail_fast=True)
+    return create_model("ChatBody", __base__=ChatBody, messages=(list[ChatMessage], messages))

@@ -1,28 +1,30 @@
 """From the chat body to everything its answer needs: decided in full before any stage is called."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from omni_ray.audio import find_format
-from omni_ray.config.pipeline import OutputKind
+from omni_ray.config.pipeline import OutputKind, RequestPart
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
-from omni_ray.serve.api.body import extras_of, unknown_fields
+from omni_ray.serve.api.body import extras_of, ignored_header, unknown_fields
 from omni_ray.serve.api.chat_messages import read_messages
 from omni_ray.serve.api.chat_models import AudioOptions, ChatBody
 from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.sampling import unread_sampling
 from omni_ray.serve.api.service import MAX_TOKENS, Service
 from omni_ray.serve.api.voices import resolve_voice
 from omni_ray.serve.planner import Plan
 
 Modality = Literal["text", "audio"]
 _MODALITIES: tuple[Modality, ...] = ("text", "audio")
+_PARTS: Mapping[str, RequestPart] = {"audio": "input_audio", "image": "input_image"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,16 @@ class ChatCall:
     Attributes:
         modalities: what the client asked for. The plan may also make text, for the transcript of audio.
         format: an audio format's name.
-        ignored: names of fields nobody reads.
+        ignored: the header that names the fields nobody reads.
     """
 
     request: Request
     plan: Plan
-    clips: tuple[EncodedClip, ...]
     modalities: frozenset[Modality]
     format: str
     stream: bool
     include_usage: bool
-    ignored: tuple[str, ...]
+    ignored: Mapping[str, str]
 
 
 def chat_route_exists(service: Service) -> None:
@@ -52,8 +53,13 @@ def chat_route_exists(service: Service) -> None:
         raise NotFoundError(f"this model has no such route: pipeline {pipeline.name} takes no messages")
 
 
-def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> ChatCall:
-    """Validates ``body``; raises ``InvalidRequestError`` naming the field, or ``NotFoundError`` for the model."""
+def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> tuple[ChatCall, tuple[EncodedClip, ...]]:
+    """Validates ``body``, all but its clips, which are given back.
+
+    Raises:
+        InvalidRequestError: naming the field.
+        NotFoundError: for the model.
+    """
     dispatcher = service.dispatcher
     service.check_model(body.model)
     _refuse_what_cannot_be_honoured(body)
@@ -68,7 +74,12 @@ def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> ChatCall:
     format = _format(audio.format, stream)
     sampling = _sampling(body)
     messages, clips = read_messages(body.messages, dispatcher.config)
-    return ChatCall(
+    plan = _plan(service, modalities, clips)
+    longest = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    unread = unread_sampling(
+        dispatcher.pipeline, plan, sampling, lambda name: longest if name == "max_tokens" else name
+    )
+    call = ChatCall(
         request=service.new_request(
             info,
             seed=body.seed,
@@ -78,14 +89,14 @@ def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> ChatCall:
             messages=messages,
             voice=voice,
         ),
-        plan=_plan(service, modalities, clips),
-        clips=clips,
+        plan=plan,
         modalities=modalities,
         format=format,
         stream=stream,
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        ignored=(*unknown_fields(body), *_honoured_by_nobody(body, modalities)),
+        ignored=ignored_header([*unknown_fields(body), *_honoured_by_nobody(body, modalities), *unread]),
     )
+    return call, clips
 
 
 def _modalities(service: Service, asked: Any) -> frozenset[Modality]:
@@ -111,7 +122,7 @@ def _plan(service: Service, modalities: frozenset[Modality], clips: tuple[Encode
     has_text = "text" in service.dispatcher.pipeline.output_kinds()
     outputs: set[OutputKind] = {*modalities, "text"} if has_text else {*modalities}
     try:
-        return service.dispatcher.plan(outputs, {"messages", "input_audio"} if clips else {"messages"})
+        return service.dispatcher.plan(outputs, {"messages", *(_PARTS[clip.kind] for clip in clips)})
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, error.param or ("messages" if clips else "modalities")) from error
 

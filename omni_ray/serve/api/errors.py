@@ -46,7 +46,11 @@ def public_error(error: Exception, request_id: str) -> OmniRayError:
 def invalid(error: ValidationError, prefix: str = "") -> InvalidRequestError:
     """The 400 for a pydantic error: the first problem's path and words, never the value (it may be audio)."""
     return _first_problem(
-        [(item["loc"], item["type"], item["msg"]) for item in error.errors(include_input=False)], prefix
+        [
+            (item["loc"], item["type"], item["msg"])
+            for item in error.errors(include_input=False, include_context=False, include_url=False)
+        ],
+        prefix,
     )
 
 

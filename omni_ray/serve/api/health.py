@@ -7,6 +7,8 @@ from omni_ray.errors import NotReadyError
 from omni_ray.serve.api.errors import error_body, error_headers
 from omni_ray.serve.api.service import Service
 
+_MAX_REASON = 200
+
 
 def health_routes(service: Service) -> APIRouter:
     """The routes; they ask for no key."""
@@ -24,7 +26,16 @@ def health_routes(service: Service) -> APIRouter:
         if readiness.ready:
             return JSONResponse({"status": "ready", "waiting": {}})
         error = NotReadyError(f"waiting for {', '.join(readiness.waiting) or 'stages'}")
-        body = {"status": "waiting", "waiting": dict(readiness.waiting), **error_body(error)}
+        body = {
+            "status": "waiting",
+            "waiting": {name: _first_line(reason) for name, reason in readiness.waiting.items()},
+            **error_body(error),
+        }
         return JSONResponse(body, error.status, error_headers(error))
 
     return router
+
+
+def _first_line(reason: str) -> str:
+    """Anybody may ask, so no traceback leaves here."""
+    return reason.strip().partition("\n")[0][:_MAX_REASON]

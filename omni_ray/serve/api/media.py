@@ -1,12 +1,14 @@
-"""Audio that came with a request: base64 or bytes -> clips at the pipeline's rate, off the event loop and bounded."""
+"""Media that came with a request: base64 or bytes -> decoded clips, off the event loop and bounded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from omni_ray.audio import decode_audio, decode_base64
-from omni_ray.engine.types import AudioClip
+from omni_ray.engine.types import AudioClip, Clip, ImageClip
 from omni_ray.errors import InvalidRequestError
-from omni_ray.serve.api.body import MB
+from omni_ray.image import decode_image
+from omni_ray.serve.api.incoming import MB
 from omni_ray.serve.api.threads import in_thread
 from omni_ray.serve.dispatcher import Dispatcher
 
@@ -15,25 +17,31 @@ _TOTAL_SECONDS = 600.0  # of all clips together, where one clip may be shorter; 
 
 @dataclass(frozen=True, slots=True)
 class EncodedClip:
-    """A clip as the client sent it; ``param`` is the field it came in."""
+    """A sound or picture as the client sent it; ``param`` is the field it came in."""
 
     param: str
     data: str | bytes
+    kind: Literal["audio", "image"] = "audio"
 
 
-async def decode_clips(dispatcher: Dispatcher, encoded: Sequence[EncodedClip]) -> tuple[AudioClip, ...]:
+async def decode_clips(dispatcher: Dispatcher, encoded: Sequence[EncodedClip]) -> tuple[Clip, ...]:
     """Decodes clips in order; their index is their place.
 
     Raises:
-        InvalidRequestError: not base64, not audio, empty, too long alone or together.
+        InvalidRequestError: not base64, not what its kind says, empty, or too long or large alone or together.
         PayloadTooLargeError: one clip is over ``max_audio_mb``.
     """
     rate = dispatcher.pipeline.input_audio_sample_rate
     total_s = max(_TOTAL_SECONDS, dispatcher.max_input_audio_seconds)
-    clips: list[AudioClip] = []
-    seconds = 0.0
+    clips: list[Clip] = []
+    seconds, pixels = 0.0, int(dispatcher.config.max_image_mpixels * 1e6)
     for index, clip in enumerate(encoded):
-        decoded = await in_thread(_decode, dispatcher, clip, index, rate)
+        if clip.kind == "image":
+            picture = await in_thread(_decode_image, dispatcher, clip, index, pixels)
+            pixels -= picture.pixels.shape[0] * picture.pixels.shape[1]
+            clips.append(picture)
+            continue
+        decoded = await in_thread(_decode_audio, dispatcher, clip, index, rate)
         seconds += len(decoded.samples) / rate
         if seconds > total_s:
             raise InvalidRequestError(f"{clip.param}: all clips together are longer than {total_s:g} s", clip.param)
@@ -41,9 +49,17 @@ async def decode_clips(dispatcher: Dispatcher, encoded: Sequence[EncodedClip]) -
     return tuple(clips)
 
 
-def _decode(dispatcher: Dispatcher, clip: EncodedClip, index: int, rate: int) -> AudioClip:
-    data = clip.data
-    if isinstance(data, str):
-        data = decode_base64(data, param=clip.param, max_bytes=int(dispatcher.config.max_audio_mb * MB))
+def _decode_audio(dispatcher: Dispatcher, clip: EncodedClip, index: int, rate: int) -> AudioClip:
+    data = _bytes(dispatcher, clip)
     samples = decode_audio(data, param=clip.param, sample_rate=rate, max_seconds=dispatcher.max_input_audio_seconds)
     return AudioClip(index, samples, rate)
+
+
+def _decode_image(dispatcher: Dispatcher, clip: EncodedClip, index: int, pixels: int) -> ImageClip:
+    return ImageClip(index, decode_image(_bytes(dispatcher, clip), param=clip.param, max_pixels=pixels))
+
+
+def _bytes(dispatcher: Dispatcher, clip: EncodedClip) -> bytes:
+    if isinstance(clip.data, bytes):
+        return clip.data
+    return decode_base64(clip.data, param=clip.param, max_bytes=int(dispatcher.config.max_audio_mb * MB))

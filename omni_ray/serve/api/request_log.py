@@ -1,6 +1,7 @@
 """Outermost layer: the server's own request id, one log line per request, and the 500 for what nobody expected."""
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -31,6 +32,7 @@ class RequestInfo:
         status: 0 until the status line is sent.
         audio_seconds: sound sent so far. clipped: its samples that lay outside [-1, 1].
         outcome: ``ok``, ``disconnected``, or the error that ended a stream in its middle.
+        held: what the request holds until it is over, however it ends: its place in the server.
     """
 
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -41,6 +43,7 @@ class RequestInfo:
     audio_seconds: float = 0.0
     clipped: int = 0
     outcome: str = "ok"
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 def info_of(request: Request) -> RequestInfo:
@@ -92,6 +95,7 @@ class RequestLog:
                 raise
             await error_response(public_error(error, info.request_id))(scope, receive, send_with_id)
         finally:
+            info.held.close()
             self._served.add(info.api_key, info.audio_seconds)
             _log_line(scope, info, time.monotonic() - started)
 

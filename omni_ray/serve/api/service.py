@@ -11,6 +11,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Message, Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
 from omni_ray.serve.api.errors import shown
+from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys, ServedSeconds
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.dispatcher import Dispatcher
@@ -27,8 +28,17 @@ class Service:
 
     dispatcher: Dispatcher
     keys: ApiKeys
+    bodies: Bodies
     served: ServedSeconds = field(default_factory=ServedSeconds)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def admit(self, info: RequestInfo) -> None:
+        """Takes a place in the server until the request is over; before its body is read (C59).
+
+        Raises:
+            SaturatedError: there is none.
+        """
+        info.held.enter_context(self.dispatcher.admitted())
 
     def check_model(self, model: str) -> None:
         """``NotFoundError`` for every id but the served one."""

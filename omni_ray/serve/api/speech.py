@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from omni_ray.errors import NotFoundError
+from omni_ray.errors import NotFoundError, TruncatedError
 from omni_ray.serve.api import sse
-from omni_ray.serve.api.body import ignored_header, read_json, with_extras
+from omni_ray.serve.api.body import read_json, with_extras
 from omni_ray.serve.api.deltas import AudioDelta, Delta, Ended, deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
@@ -32,11 +32,17 @@ def speech_routes(service: Service) -> APIRouter:
 
     @router.post("/audio/speech", openapi_extra=json_body(model))
     async def create_speech(request: Request) -> Response:
-        """Speech from text: raw bytes as they are made, server-sent events, or one whole file."""
+        """Speech from text: raw bytes as they are made, server-sent events, or one whole file.
+
+        Speech that had to be cut at its limit: events say ``truncated``, a whole file has the header
+        ``x-omni-ray-truncated``, and raw bytes break off like a failure, without the terminating chunk.
+        """
         plan = service.route_plan("audio", "speech_text")
-        body = await read_json(request, model, service.dispatcher.config.max_body_mb)
         info = info_of(request)
-        return LiveResponse(_answer(service, read_speech(service, body, info, extras), plan, info), info)
+        service.admit(info)
+        with service.bodies.receive(request) as body:
+            call = await read_json(body, model, lambda parsed: read_speech(service, parsed, plan, info, extras))
+        return LiveResponse(_answer(service, call, plan, info), info)
 
     @router.get("/audio/voices")
     async def list_voices() -> dict[str, Any]:
@@ -50,7 +56,6 @@ def speech_routes(service: Service) -> APIRouter:
 
 async def _answer(service: Service, call: SpeechCall, plan: Plan, info: RequestInfo) -> Answer:
     streamed = call.delivery is not Delivery.WHOLE
-    ignored = ignored_header(iter(call.ignored))
     stream = service.dispatcher.stream(call.request, plan, (), info.traceparent)
     async with contextlib.AsyncExitStack() as stack:
         sound = Sound(call.format, streamed=streamed, sample_rate=call.sample_rate, mono=False, info=info)
@@ -59,21 +64,25 @@ async def _answer(service: Service, call: SpeechCall, plan: Plan, info: RequestI
         deltas = await stack.enter_async_context(contextlib.aclosing(deltas_of(events, plan, sound)))
         if call.delivery is Delivery.WHOLE:
             whole, end = await _collect(deltas)
-            headers = {"Content-Length": str(len(whole)), **_sound_headers(sound), **ignored}
+            headers = {"Content-Length": str(len(whole)), **_sound_headers(sound), **call.ignored}
             if end.reason == "length":
                 headers["x-omni-ray-truncated"] = "true"
             yield Head(call.content_type, headers)
             yield whole
             return
         first = await anext(deltas)  # the sample rate is known with the first sound, and only then
-        headers = {**sse.HEADERS, **_sound_headers(sound), **ignored}
+        headers = {**sse.HEADERS, **_sound_headers(sound), **call.ignored}
         if call.delivery is Delivery.RAW:
             yield Head(call.content_type, headers)
             for piece in _raw(first):
                 yield piece
+            reason = None
             async for delta in deltas:
                 for piece in _raw(delta):
                     yield piece
+                reason = delta.reason if isinstance(delta, Ended) else None
+            if reason == "length":  # the status was 200 and the text is not all there (C31)
+                raise TruncatedError("the speech reached its limit before its end")
             return
         yield Head(sse.CONTENT_TYPE, headers, heartbeat=True)
         yield _event(first)

@@ -9,14 +9,17 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from omni_ray.audio import find_format, open_encoder
+from omni_ray.config.pipeline import PipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
-from omni_ray.serve.api.body import OpenAIModel, extras_of, unknown_fields
+from omni_ray.serve.api.body import OpenAIModel, extras_of, ignored_header, unknown_fields
 from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.sampling import unread_sampling
 from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Service, is_blank
 from omni_ray.serve.api.voices import resolve_voice
+from omni_ray.serve.planner import Plan
 
 SAMPLE_RATES_HZ = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
 _MAX_INSTRUCTIONS = 4096
@@ -39,7 +42,7 @@ class SpeechBody(OpenAIModel):
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     extra_params: SamplingParams | None = None
     max_new_tokens: int | None = None
-    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: int | None = Field(default=None, ge=0, le=MAX_PRIORITY)
 
 
 class Delivery(Enum):
@@ -52,23 +55,23 @@ class Delivery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpeechCall:
-    """A speech request that can be answered. ``sample_rate`` None is the model's own."""
+    """A speech request that can be answered. ``sample_rate`` None is the model's own; ``ignored`` is a header."""
 
     request: Request
     delivery: Delivery
     format: str
     content_type: str
     sample_rate: int | None
-    ignored: tuple[str, ...]
+    ignored: Mapping[str, str]
 
 
 def read_speech(
-    service: Service, body: SpeechBody, info: RequestInfo, extras: Mapping[str, type[BaseModel]]
+    service: Service, body: SpeechBody, plan: Plan, info: RequestInfo, extras: Mapping[str, type[BaseModel]]
 ) -> SpeechCall:
     """Validates ``body``; raises ``InvalidRequestError`` naming the field, or ``NotFoundError`` for the model."""
     dispatcher = service.dispatcher
     service.check_model(body.model)
-    limit = dispatcher.config.max_speech_chars
+    limit = min(dispatcher.config.max_speech_chars, dispatcher.config.max_request_text_chars)
     if len(body.input) > limit:
         raise InvalidRequestError(f"input: has {len(body.input)} characters, more than the {limit} allowed", "input")
     if is_blank(body.input):
@@ -85,33 +88,42 @@ def read_speech(
     format = find_format(wanted, streamed=False, param="response_format")
     if body.sample_rate is not None:
         _check_rate(body.sample_rate, format.name, delivery)
+    sampling = _sampling(body)
+    longest = "extra_params.max_tokens" if body.max_new_tokens is None else "max_new_tokens"
+    unread = unread_sampling(
+        dispatcher.pipeline, plan, sampling, lambda name: longest if name == "max_tokens" else f"extra_params.{name}"
+    )
     return SpeechCall(
         request=service.new_request(
             info,
             seed=body.seed,
             priority=body.priority or 0,
             extras=extras_of(body, extras),
-            sampling=_sampling(body),
+            sampling=sampling,
             speech_text=body.input,
             voice=voice,
             speed=speed,
-            language=read_language(body.language),
+            language=read_language(body.language, dispatcher.pipeline),
         ),
         delivery=delivery,
         format=format.name,
         content_type=format.content_type,
         sample_rate=body.sample_rate,
-        ignored=(*unknown_fields(body), *_known_but_ignored(body)),
+        ignored=ignored_header([*unknown_fields(body), *_known_but_ignored(body), *unread]),
     )
 
 
-def read_language(language: str | None) -> str | None:
-    """A lower-case ISO 639 code; empty is none."""
+def read_language(language: str | None, pipeline: PipelineConfig) -> str | None:
+    """A lower-case ISO 639 code that the pipeline knows; empty is none."""
     if not language:
         return None
     if not _LANGUAGE.fullmatch(language):
         raise InvalidRequestError("language: must be an ISO 639-1 code, such as en", "language")
-    return language.lower()
+    language = language.lower()
+    if pipeline.languages and language not in pipeline.languages:
+        listed = ", ".join(pipeline.languages)
+        raise InvalidRequestError(f"language: this model does not know {language}; it knows: {listed}", "language")
+    return language
 
 
 def _delivery(body: SpeechBody, format: Any) -> Delivery:

@@ -12,7 +12,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class Transcript:
-    """Segments of one clip. Their texts are joined as they are; only blanks at both ends of the whole are dropped."""
+    """Segments of one clip, joined by blanks: a segment's text has none at its ends."""
 
     def __init__(self, *, duration_s: float, language: str | None, temperature: float) -> None:
         self._duration_s = duration_s
@@ -22,9 +22,8 @@ class Transcript:
 
     def add(self, segment: TranscriptChunk) -> str:
         """Takes a segment; returns its text as it is joined to those before."""
-        first = not self._text()
         self._segments.append(segment)
-        return segment.text.lstrip() if first else segment.text
+        return segment.text if len(self._segments) == 1 else f" {segment.text}"
 
     def delta_event(self, segment: TranscriptChunk) -> bytes:
         """``transcript.text.delta``."""
@@ -39,10 +38,10 @@ class Transcript:
         if response_format == "text":
             return _TEXT, f"{self._text()}\n".encode()
         if response_format == "srt":
-            cues = (f"{i}\n{_times(s, ',')}\n{s.text.strip()}\n" for i, s in enumerate(self._segments, 1))
+            cues = (f"{i}\n{_times(s, ',')}\n{s.text}\n" for i, s in enumerate(self._segments, 1))
             return "application/x-subrip; charset=utf-8", "\n".join(cues).encode()
         if response_format == "vtt":
-            cues = (f"{_times(s, '.')}\n{s.text.strip()}\n" for s in self._segments)
+            cues = (f"{_times(s, '.')}\n{s.text}\n" for s in self._segments)
             return "text/vtt; charset=utf-8", "\n".join(("WEBVTT\n", *cues)).encode()
         duration = round(self._duration_s, 3)
         body: dict[str, Any] = {"text": self._text(), "usage": {"type": "duration", "seconds": duration}}
@@ -52,7 +51,7 @@ class Transcript:
         return _JSON, sse.json_bytes(body)
 
     def _text(self) -> str:
-        return "".join(segment.text for segment in self._segments).strip()
+        return " ".join(segment.text for segment in self._segments)
 
     def _segment(self, index: int, segment: TranscriptChunk) -> dict[str, Any]:
         """OpenAI's fields; what our stages do not report is its neutral value."""

@@ -5,8 +5,8 @@ import contextlib
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from omni_ray.engine.types import AudioClip
 from omni_ray.serve.api import sse
-from omni_ray.serve.api.body import ignored_header
 from omni_ray.serve.api.deltas import Ended, SegmentDelta, deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
@@ -28,23 +28,25 @@ def transcription_routes(service: Service) -> APIRouter:
         """Text from an uploaded audio file."""
         plan = service.route_plan("transcript", "input_audio")
         info = info_of(request)
-        call = await read_transcription(service, request, info)
-        return LiveResponse(_answer(service, call, plan, info), info)
+        service.admit(info)
+        with service.bodies.receive(request) as body:
+            call, encoded = await read_transcription(service, body, plan, info)
+            [clip] = await decode_clips(service.dispatcher, [encoded])
+            assert isinstance(clip, AudioClip)
+        return LiveResponse(_answer(service, call, clip, plan, info), info)
 
     return router
 
 
-async def _answer(service: Service, call: TranscriptionCall, plan: Plan, info: RequestInfo) -> Answer:
+async def _answer(service: Service, call: TranscriptionCall, clip: AudioClip, plan: Plan, info: RequestInfo) -> Answer:
     dispatcher = service.dispatcher
-    clips = await decode_clips(dispatcher, [call.clip])
-    headers = ignored_header(iter(call.ignored))
     transcript = Transcript(
-        duration_s=len(clips[0].samples) / clips[0].sample_rate,
+        duration_s=len(clip.samples) / clip.sample_rate,
         language=call.request.language,
         temperature=call.request.sampling.temperature or 0.0,
     )
     async with (
-        opened(dispatcher.stream(call.request, plan, clips, info.traceparent)) as events,
+        opened(dispatcher.stream(call.request, plan, (clip,), info.traceparent)) as events,
         contextlib.aclosing(deltas_of(events, plan, None)) as deltas,
     ):
         if not call.stream:
@@ -52,10 +54,10 @@ async def _answer(service: Service, call: TranscriptionCall, plan: Plan, info: R
                 if isinstance(delta, SegmentDelta):
                     transcript.add(delta.segment)
             content_type, whole = transcript.whole(call.response_format)
-            yield Head(content_type, {"Content-Length": str(len(whole)), **headers})
+            yield Head(content_type, {"Content-Length": str(len(whole)), **call.ignored})
             yield whole
             return
-        yield Head(sse.CONTENT_TYPE, {**sse.HEADERS, **headers}, heartbeat=True)
+        yield Head(sse.CONTENT_TYPE, {**sse.HEADERS, **call.ignored}, heartbeat=True)
         try:
             async for delta in deltas:
                 if isinstance(delta, SegmentDelta):

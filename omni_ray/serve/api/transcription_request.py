@@ -1,24 +1,26 @@
 """The form of ``POST /v1/audio/transcriptions``: the upload is kept in memory under a cap, fields are checked."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import Request as HttpRequest
 
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError, PayloadTooLargeError
-from omni_ray.serve.api.body import MB, limited
+from omni_ray.serve.api.body import ignored_header
 from omni_ray.serve.api.errors import invalid, shown
+from omni_ray.serve.api.incoming import MB, Body
 from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.sampling import unread_sampling
 from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.speech_request import read_language
+from omni_ray.serve.planner import Plan
 
 ResponseFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
 
@@ -37,13 +39,12 @@ class TranscriptionForm(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionCall:
-    """A transcription request that can be answered."""
+    """A transcription request that can be answered. ``ignored`` is a header."""
 
     request: Request
-    clip: EncodedClip
     response_format: ResponseFormat
     stream: bool
-    ignored: tuple[str, ...]
+    ignored: Mapping[str, str]
 
 
 class _MemoryParser(MultiPartParser):
@@ -52,29 +53,33 @@ class _MemoryParser(MultiPartParser):
     spool_max_size = 2**40
 
 
-async def read_transcription(service: Service, http: HttpRequest, info: RequestInfo) -> TranscriptionCall:
-    """Reads and validates the form; raises ``InvalidRequestError`` naming the field."""
-    config = service.dispatcher.config
-    form = await _read_form(http, config.max_body_mb)
+async def read_transcription(
+    service: Service, body: Body, plan: Plan, info: RequestInfo
+) -> tuple[TranscriptionCall, EncodedClip]:
+    """Reads and validates the form, all but the clip's bytes; raises ``InvalidRequestError`` naming the field."""
+    form = await _read_form(body)
     try:
-        return await _read_fields(service, form, info)
+        return await _read_fields(service, form, plan, info)
     finally:
         await form.close()
 
 
-async def _read_form(http: HttpRequest, max_mb: float) -> FormData:
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "multipart/form-data":
-        raise InvalidRequestError(f"the content type {shown(kind)} is not supported; send multipart/form-data")
-    async with contextlib.aclosing(limited(http, max_mb)) as pieces:
+async def _read_form(body: Body) -> FormData:
+    if body.content_type != "multipart/form-data":
+        raise InvalidRequestError(
+            f"the content type {shown(body.content_type)} is not supported; send multipart/form-data"
+        )
+    async with contextlib.aclosing(body.pieces()) as pieces:
         try:
-            return await _MemoryParser(http.headers, pieces, max_files=4, max_fields=64).parse()
+            return await _MemoryParser(body.headers, pieces, max_files=4, max_fields=64).parse()
         except (MultiPartException, KeyError, UnicodeDecodeError) as error:
             words = error.message if isinstance(error, MultiPartException) else "its headers are incomplete"
             raise InvalidRequestError(f"the form cannot be read: {words}") from error
 
 
-async def _read_fields(service: Service, form: FormData, info: RequestInfo) -> TranscriptionCall:
+async def _read_fields(
+    service: Service, form: FormData, plan: Plan, info: RequestInfo
+) -> tuple[TranscriptionCall, EncodedClip]:
     fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str)}
     try:
         read = TranscriptionForm.model_validate(fields)
@@ -88,20 +93,23 @@ async def _read_fields(service: Service, form: FormData, info: RequestInfo) -> T
     max_mb = service.dispatcher.config.max_audio_mb
     if (file.size or 0) > max_mb * MB:
         raise PayloadTooLargeError(f"file: exceeds the limit of {max_mb:g} MB", "file")
-    return TranscriptionCall(
+    pipeline = service.dispatcher.pipeline
+    sampling = SamplingParams(temperature=read.temperature)
+    unread = unread_sampling(pipeline, plan, sampling, lambda name: name)
+    call = TranscriptionCall(
         request=service.new_request(
             info,
             seed=None,
             priority=0,
             extras={},
-            sampling=SamplingParams(temperature=read.temperature),
-            language=read_language(read.language),
+            sampling=sampling,
+            language=read_language(read.language, pipeline),
         ),
-        clip=EncodedClip("file", await file.read()),
         response_format=read.response_format,
         stream=read.stream,
-        ignored=tuple(_ignored(form)),
+        ignored=ignored_header([*_ignored(form), *unread]),
     )
+    return call, EncodedClip("file", await file.read())
 
 
 def _refuse_what_cannot_be_honoured(form: FormData, read: TranscriptionForm) -> None:

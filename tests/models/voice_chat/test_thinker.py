@@ -14,11 +14,13 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import AROptions
+from omni_ray.engine.precision import compute_dtype
+from omni_ray.engine.text_tokens import stop_ids
 from omni_ray.engine.types import Finish, Request
 from omni_ray.errors import ConfigError
 from omni_ray.models.voice_chat.checkpoint import prepare
 from omni_ray.models.voice_chat.prompt import DEFAULT_SYSTEM, Prompt
-from omni_ray.models.voice_chat.thinker import SmolLM2Thinker, compute_dtype, stop_ids
+from omni_ray.models.voice_chat.thinker import SmolLM2Thinker
 
 pytestmark = pytest.mark.weights
 

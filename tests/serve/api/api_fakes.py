@@ -30,6 +30,7 @@ from omni_ray.config.pipeline import (
     Voices,
 )
 from omni_ray.engine.types import AudioChunk, AudioClip, Finish, Output, Request, TextChunk, TranscriptChunk, Usage
+from omni_ray.errors import SaturatedError
 from omni_ray.serve.api.app import make_app
 from omni_ray.serve.dispatcher import Dispatcher, Readiness
 from omni_ray.serve.events import OutputEvent
@@ -68,8 +69,11 @@ FULL = PipelineConfig(
     ),
     voices=VOICES,
     speech_speed=(0.25, 4.0),
+    sampled_outputs=("text", "audio", "transcript"),
     max_input_audio_seconds=60,
 )
+ONE_WAY = FULL.model_copy(update={"sampled_outputs": ("text",), "languages": ("en", "fr")})
+"""Its speech and its transcripts are always made the same way, in two languages."""
 TEXT_ONLY = PipelineConfig(
     name="text_only", description="test", stages=(_stage("thinker", "text", _from("request", "messages")),)
 )
@@ -166,6 +170,7 @@ class FakeDispatcher:
         self.clips: list[tuple[AudioClip, ...]] = []
         self.plans: list[Plan] = []
         self.traceparents: list[str | None] = []
+        self.active = 0
         self.open = 0
         self.steps = 0
         self.completed = 0
@@ -174,6 +179,16 @@ class FakeDispatcher:
     def plan(self, outputs: Collection[OutputKind], parts: Collection[RequestPart]) -> Plan:
         return make_plan(self.pipeline, outputs, parts)
 
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        if self.active >= self.config.max_concurrent_requests:
+            raise SaturatedError("full")
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
+
     async def stream(
         self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
     ) -> AsyncGenerator[OutputEvent, None]:
@@ -181,6 +196,7 @@ class FakeDispatcher:
         self.plans.append(plan)
         self.clips.append(tuple(clips))
         self.traceparents.append(traceparent)
+        assert self.active > self.open, "a stream without a place"
         finals = {stage for _, stage in plan.outputs}
         self.open += 1
         try:

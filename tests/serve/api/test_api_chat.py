@@ -80,7 +80,7 @@ async def post(fake: FakeDispatcher, body: Any) -> Any:
             400,
             "messages[0].tool_calls",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, 400, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, 400, "messages[0].content[0].type"),
         ({"n": 2}, 400, "n"),
@@ -119,6 +119,14 @@ async def post(fake: FakeDispatcher, body: Any) -> Any:
         ({"functions": [{"name": "f"}]}, 400, "functions"),
         ({"web_search_options": {}}, 400, "web_search_options"),
         ({"priority": 1.0}, 400, "priority"),
+        ({"priority": -1}, 400, "priority"),
+        ({"priority": 2**31}, 400, "priority"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 257}]},
+            400,
+            "messages[0].content",
+        ),
+        ({"tools": [{}] * 129}, 400, "tools"),
         ({"fault": {"at": "1"}}, 400, "fault.at"),
         ({"fault": {}}, 400, "fault.at"),
         ({"fault": {"at": 1, "typo": 2}}, 400, "fault.typo"),
@@ -131,9 +139,11 @@ async def post(fake: FakeDispatcher, body: Any) -> Any:
     ],
 )
 async def test_refused_before_anything_starts(extra: dict[str, Any], status: int, param: str) -> None:
+    """C42: the code is the status. C43: modalities. C45: the audio block. C46: voices. C47: blanks. C51: n."""
     fake = FakeDispatcher(script=text_first())
     error = check_error(await post(fake, {**CH, **extra}), status, param)
     assert fake.requests == []
+    assert fake.active == 0
     if param == "modalities":
         assert "text, audio" in error["message"]
     if param == "audio.format":
@@ -146,6 +156,7 @@ async def test_refused_before_anything_starts(extra: dict[str, Any], status: int
     "body", ['{"temperature": NaN', '{"temperature": Infinity', '{"temperature": 1e999', '{"temperature": -Infinity']
 )
 async def test_numbers_must_be_finite(body: str) -> None:
+    """C50: pydantic lets NaN through by default."""
     fake = FakeDispatcher(script=text_first())
     async with client_of(fake) as client:
         response = await client.post(
@@ -168,6 +179,7 @@ async def test_numbers_must_be_finite(body: str) -> None:
     ],
 )
 async def test_one_choice_whatever_was_asked(extra: dict[str, Any], kinds: list[str], content: str | None) -> None:
+    """C43, C44: missing, null and empty are text; doubles collapse; with text alone the talker is not in the plan."""
     fake = FakeDispatcher(script=text_first())
     body = (await post(fake, {**CH, **extra})).json()
     assert [kind for kind, _ in fake.plans[0].outputs] == kinds
@@ -194,6 +206,7 @@ async def test_one_choice_whatever_was_asked(extra: dict[str, Any], kinds: list[
 @pytest.mark.parametrize("script", [text_first(), audio_first()], ids=["text first", "audio first"])
 @pytest.mark.parametrize("modalities", [["text", "audio"], ["audio"], ["text"]])
 async def test_stream_shapes(script: list[Any], modalities: list[str]) -> None:
+    """C56: one last chunk with usage. C57: one finish reason, after whatever ended last; one [DONE]."""
     fake = FakeDispatcher(script=script)
     request = {**CH, **BOTH, "modalities": modalities, "stream": True, "stream_options": {"include_usage": True}}
     response = await post(fake, request)
@@ -253,6 +266,7 @@ async def test_pcm_of_another_rate_is_24_khz_mono() -> None:
 
 
 async def test_audio_options_with_text_are_checked_and_named() -> None:
+    """C45."""
     fake = FakeDispatcher(script=text_first())
     response = await post(fake, {**CH, "audio": {"voice": "b", "format": "wav"}, "user": "u", "foo\u00e9\n,": 1})
     assert response.status_code == 200
@@ -282,7 +296,7 @@ async def test_what_the_stages_get() -> None:
         "stop": "three",
         "ignore_eos": True,
         "seed": 2**63 - 1,
-        "priority": -3,
+        "priority": 3,
         "n": 1,
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
@@ -307,7 +321,7 @@ async def test_what_the_stages_get() -> None:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0, 0.1, 5, 1.1)
     assert (sampling.max_tokens, sampling.stop, sampling.ignore_eos) == (2**31 - 1, ("three",), True)
-    assert (request.seed, request.priority, request.voice) == (2**63 - 1, -3, "b")
+    assert (request.seed, request.priority, request.voice) == (2**63 - 1, 3, "b")
     assert request.extras["fault"].at == 3
     assert request.max_audio_seconds == 300
     assert response.headers["x-omni-ray-ignored"] == "audio,tools"
@@ -379,6 +393,7 @@ async def test_audio_elsewhere_than_in_user_messages() -> None:
 
 
 async def test_limits() -> None:
+    """C55: of messages, of a message's text, of media and of their size."""
     limits = IngressConfig(max_messages=2, max_text_chars=5, max_audio_mb=0.001)
     fake = FakeDispatcher(script=text_first(), config=limits)
     assert (await post(fake, {**CH, "messages": [{"role": "user", "content": "12345"}]})).status_code == 200
@@ -388,6 +403,25 @@ async def test_limits() -> None:
     part = {"type": "input_audio", "input_audio": {"data": b64(wav(np.zeros(9999)))}}
     body = {**CH, "messages": [{"role": "user", "content": [part]}]}
     check_error(await post(fake, body), 413, "messages[0].content[0].input_audio.data")
+    fake = FakeDispatcher(script=text_first(), config=IngressConfig(max_media_parts=3))
+    part["input_audio"] = {"data": b64(wav(np.zeros(9)))}
+    body = {**CH, "messages": [{"role": "user", "content": [part] * 2}, {"role": "user", "content": [part]}]}
+    assert (await post(fake, body)).status_code == 200
+    body["messages"].append({"role": "user", "content": [part]})
+    check_error(await post(fake, body), 400, "messages[2].content[0]")
+
+
+@pytest.mark.parametrize(
+    "extra", [{"temperature": 0.5}, {"max_completion_tokens": 3}, {"max_tokens": 3}, {"stop": "x"}]
+)
+async def test_sampling_of_a_text_that_is_always_the_same(extra: dict[str, Any]) -> None:
+    """C39."""
+    fake = FakeDispatcher(FULL.model_copy(update={"sampled_outputs": ("audio",)}), text_first())
+    check_error(await post(fake, {**CH, **extra}), 400, *extra)
+    same = await post(fake, {**CH, "temperature": 0, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1, "stop": []})
+    assert same.status_code == 200
+    assert same.headers["x-omni-ray-ignored"] == "repetition_penalty,stop,temperature,top_k,top_p"
+    assert (await post(fake, {**CH, **BOTH, **extra})).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -415,8 +449,13 @@ async def test_error_before_the_first_event_is_a_status(
 
 @pytest.mark.parametrize("failure", [StageFailedError("stage talker failed"), RuntimeError("secret detail")])
 async def test_failure_after_chunk_three(failure: Exception) -> None:
+    """C29: one error event. C56: what was aborted has no finish reason and no usage."""
     fake = FakeDispatcher(script=[*text_first()[:3], *audio(10, 10, 10)[:3], failure])
-    *_, error, done = sse_of((await post(fake, {**CH, **BOTH, "stream": True})).text)
+    streamed = {**CH, **BOTH, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, error, done = sse_of((await post(fake, streamed)).text)
+    assert len(chunks) == 6
+    assert all("error" not in chunk for chunk in chunks)
+    assert all(chunk["choices"][0]["finish_reason"] is None and chunk["usage"] is None for chunk in chunks)
     assert done == "[DONE]"
     assert error["error"]["code"] == 500
     assert "secret" not in error["error"]["message"]

@@ -46,6 +46,8 @@ async def test_health_and_readiness() -> None:
         response = await client.get("/ready")
         assert response.headers["retry-after"] == "1"
         assert response.json()["waiting"] == {"talker": "no replica"}
+        fake.ready = Readiness(False, {"talker": "\n" + "x" * 300, "thinker": "died\nTraceback: secret"})
+        assert (await client.get("/ready")).json()["waiting"] == {"talker": "x" * 200, "thinker": "died"}
         check_error(response, 503)
         assert (await client.get("/health")).status_code == 200
 
@@ -126,11 +128,13 @@ async def test_request_ids(given: str, echoed: bool) -> None:
 )
 @pytest.mark.parametrize("url", [CHAT, SPEECH])
 async def test_bodies_that_are_no_json_object(url: str, content: bytes, headers: dict[str, str]) -> None:
+    """C42: 400, also for malformed JSON."""
     async with client_of(FakeDispatcher()) as client:
         check_error(await client.post(url, content=content, headers=headers), 400)
 
 
 async def test_unknown_paths_methods_and_models() -> None:
+    """C42: 404 for an unknown model."""
     async with client_of(FakeDispatcher()) as client:
         check_error(await client.get("/nope"), 404)
         check_error(await client.post("/v1/audio/nope"), 404)
@@ -147,6 +151,7 @@ async def test_unknown_paths_methods_and_models() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("url", [CHAT, SPEECH, "/v1/audio/transcriptions"])
 async def test_body_limit_also_without_content_length(url: str, chunked: bool) -> None:
+    """C55: 413, before anything is parsed."""
     read = 0
 
     async def body() -> AsyncIterator[bytes]:
@@ -259,7 +264,7 @@ class Wire:
 
 
 LEAVING = [
-    (CHAT, {**CH, "stream": True}),
+    (CHAT, {**CH, "stream": True, "stream_options": {"include_usage": True}}),
     (CHAT, CH),
     (CHAT, {**CH, "modalities": ["text", "audio"], "stream": True}),
     (SPEECH, SP),
@@ -294,6 +299,8 @@ async def test_the_stream_stops_when_the_client_leaves(
     assert fake.steps == steps
     assert not any(m["type"] == "http.response.body" and not m["more_body"] for m in wire.sent)
     assert fake.completed == 0
+    assert fake.active == 0
+    assert not any(b'"usage":{' in m.get("body", b"") for m in wire.sent)  # C56: nothing after an abort
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/audio/transcriptions"])

@@ -21,7 +21,7 @@ CLIP = wav(np.sin(np.arange(16_000) / 9) * 0.5)
 
 @pytest.fixture
 def fake() -> FakeDispatcher:
-    return FakeDispatcher(script=[*transcript(" Hi"), *text("one ", "two"), *audio(*SIZES)])
+    return FakeDispatcher(script=[*transcript("Hi", "there."), *text("one ", "two"), *audio(*SIZES)])
 
 
 @pytest.fixture
@@ -117,18 +117,19 @@ async def test_speech_sse(client: openai.AsyncOpenAI) -> None:
 
 async def test_transcriptions(client: openai.AsyncOpenAI) -> None:
     plain = await client.audio.transcriptions.create(model="m", file=("a.wav", CLIP))
-    assert plain.text == "Hi"
+    assert plain.text == "Hi there."
     verbose = await client.audio.transcriptions.create(
         model="m", file=("a.wav", CLIP), response_format="verbose_json", timestamp_granularities=["segment"]
     )
     assert verbose.duration == 1.0
     assert verbose.segments is not None
-    assert verbose.segments[0].text == " Hi"
+    assert [segment.text for segment in verbose.segments] == ["Hi", "there."]
     text_only = await client.audio.transcriptions.create(model="m", file=("a.wav", CLIP), response_format="text")
-    assert text_only == "Hi\n"
+    assert text_only == "Hi there.\n"
     stream = await client.audio.transcriptions.create(model="m", file=("a.wav", CLIP), stream=True)
     events = [event async for event in stream]
-    assert [event.type for event in events] == ["transcript.text.delta", "transcript.text.done"]
+    assert [event.type for event in events] == ["transcript.text.delta"] * 2 + ["transcript.text.done"]
+    assert "".join(event.delta for event in events if event.type == "transcript.text.delta") == "Hi there."
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 from api_fakes import (
+    ONE_WAY,
     OPENAI_VOICES,
     RATE,
     TEXT_ONLY,
@@ -80,10 +81,12 @@ def spoken() -> FakeDispatcher:
         ({"max_new_tokens": 0}, 400, "max_new_tokens"),
         ({"max_new_tokens": 3, "extra_params": {"max_tokens": 4}}, 400, "max_new_tokens"),
         ({"language": "English please"}, 400, "language"),
+        ({"priority": -1}, 400, "priority"),
         ({"fault": {"at": 1.5}}, 400, "fault.at"),
     ],
 )
 async def test_refused_before_anything_starts(extra: dict[str, Any], status: int, param: str) -> None:
+    """C46: voices. C47: blanks and lengths. C48: formats. C49: framing. C50: speed. C42: the code is the status."""
     fake = spoken()
     error = check_error(await post(fake, {**SP, **extra}), status, param)
     assert fake.requests == []
@@ -95,6 +98,7 @@ async def test_refused_before_anything_starts(extra: dict[str, Any], status: int
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
 async def test_speed_must_be_finite(number: str) -> None:
+    """C50."""
     async with client_of(spoken()) as client:
         content = f'{{"model": "m", "input": "x", "speed": {number}}}'
         response = await client.post(URL, content=content, headers={"content-type": "application/json"})
@@ -121,6 +125,7 @@ async def test_missing_fields(missing: str) -> None:
     ],
 )
 async def test_framing(extra: dict[str, Any], kind: str) -> None:
+    """C49: ``stream_format`` decides; ``stream`` alone is SSE."""
     response = await post(spoken(), {**SP, **extra})
     assert response.status_code == 200, response.text
     assert (response.headers["x-sample-rate"], response.headers["x-channels"]) == (str(RATE), "1")
@@ -222,6 +227,7 @@ async def test_a_rate_the_format_cannot_carry_becomes_the_nearest() -> None:
     [("a", "a"), ("A", "a"), (" A ", "a"), ({"id": "a"}, "a"), *[(v, "b") for v in OPENAI_VOICES], ("Alloy", "b")],
 )
 async def test_voices(voice: Any, canonical: str) -> None:
+    """C46."""
     fake = spoken()
     assert (await post(fake, {**SP, "voice": voice})).status_code == 200
     assert fake.requests[0].voice == canonical
@@ -267,6 +273,7 @@ async def test_what_the_stages_get() -> None:
 @pytest.mark.parametrize("text", ["!!!", "\U0001f600"])
 @pytest.mark.parametrize("format", ["pcm", "wav", "mp3", "flac", "opus"])
 async def test_nothing_speakable_is_a_short_silent_file(text: str, format: str) -> None:
+    """C47."""
     response = await post(FakeDispatcher(script=audio()), {**SP, "input": text, "response_format": format})
     assert response.status_code == 200
     if format == "pcm":
@@ -289,7 +296,11 @@ async def test_overshoot_is_clipped_and_counted(caplog: pytest.LogCaptureFixture
 
 
 async def test_truncation() -> None:
+    """C31: words were lost, and every way of delivery says so."""
     fake = FakeDispatcher(script=audio(*SIZES, reason="length"))
+    with pytest.raises(AbortedResponse):
+        await post(fake, SP)
+    assert fake.completed == 1
     assert sse_of((await post(fake, {**SP, "stream": True})).text)[-1]["truncated"] is True
     assert (await post(fake, {**SP, "stream": False})).headers["x-omni-ray-truncated"] == "true"
     assert "x-omni-ray-truncated" not in (await post(spoken(), {**SP, "stream": False})).headers
@@ -307,6 +318,7 @@ async def test_error_before_any_sound_is_a_status(extra: dict[str, Any]) -> None
 
 
 async def test_failure_in_mid_stream() -> None:
+    """C29: exactly one error event, no done event; raw bytes break off."""
     events = audio(*SIZES)[:3]
     fake = FakeDispatcher(script=[*events, StageFailedError("stage talker failed")])
     *deltas, error = sse_of((await post(fake, {**SP, "stream_format": "sse"})).text)
@@ -319,18 +331,25 @@ async def test_failure_in_mid_stream() -> None:
     assert fake.open == 0
 
 
-def test_raw_failure_cuts_the_connection() -> None:
+@pytest.mark.parametrize(
+    "script",
+    [[*audio(*SIZES)[:3], 0.05, RuntimeError("boom")], audio(*SIZES, reason="length")],
+    ids=["failed", "truncated"],
+)
+def test_raw_bytes_that_are_not_all_cut_the_connection(script: list[Any]) -> None:
+    """C29, C31: so curl exits non-zero. What was spoken is there."""
     import http.client
     import json
 
-    fake = FakeDispatcher(script=[*audio(*SIZES)[:3], 0.05, RuntimeError("boom")])
+    fake = FakeDispatcher(script=script)
     with serving(fake) as base:
         connection = http.client.HTTPConnection(base[7:], timeout=5)
         connection.request("POST", URL, json.dumps(SP), {"content-type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200
-        with pytest.raises(http.client.IncompleteRead):
+        with pytest.raises(http.client.IncompleteRead) as cut:
             response.read()
+        assert cut.value.partial == pcm(0, TOTAL)
 
 
 async def test_first_sound_leaves_at_once() -> None:
@@ -354,6 +373,26 @@ async def test_first_sound_leaves_at_once() -> None:
     assert len(pieces[0]) == 44 + 2 * SIZES[0]
     assert all(len(piece) % 2 == 0 for piece in pieces)
     assert b"".join(pieces)[44:] == pcm(0, TOTAL)
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"extra_params": {"temperature": 0.5}}, "extra_params.temperature"),
+        ({"extra_params": {"repetition_penalty": 1.1}}, "extra_params.repetition_penalty"),
+        ({"extra_params": {"max_tokens": 9}}, "extra_params.max_tokens"),
+        ({"max_new_tokens": 9}, "max_new_tokens"),
+        ({"language": "de"}, "language"),
+    ],
+)
+async def test_what_this_model_cannot_do(extra: dict[str, Any], param: str) -> None:
+    """C39: speech that is always spoken the same way, in two languages."""
+    fake = FakeDispatcher(ONE_WAY, audio(*SIZES))
+    check_error(await post(fake, {**SP, **extra}), 400, param)
+    assert fake.requests == []
+    same = await post(fake, {**SP, "language": "En", "extra_params": {"temperature": 0, "top_p": 0.5}})
+    assert same.status_code == 200
+    assert same.headers["x-omni-ray-ignored"] == "extra_params.temperature,extra_params.top_p"
 
 
 async def test_route_is_absent_without_speech() -> None:

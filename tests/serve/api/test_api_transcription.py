@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile  # noqa: F401 - formats below are its own
-from api_fakes import SPEECH_ONLY, FakeDispatcher, check_error, client_of, sse_of, transcript, wav
+from api_fakes import ONE_WAY, SPEECH_ONLY, FakeDispatcher, check_error, client_of, sse_of, transcript, wav
 
 from omni_ray.config.deploy import IngressConfig
 from omni_ray.errors import StageFailedError
@@ -15,7 +15,7 @@ CLIP = wav(np.sin(np.arange(32_000) / 9) * 0.5)
 
 
 def heard() -> FakeDispatcher:
-    return FakeDispatcher(script=transcript(" Hello", " world."))
+    return FakeDispatcher(script=transcript("Hello", "world."))
 
 
 async def post(fake: FakeDispatcher, fields: dict[str, Any], clip: bytes | None = CLIP) -> Any:
@@ -44,8 +44,8 @@ async def test_verbose_json() -> None:
         "Hello world.",
     )
     assert [(s["id"], s["start"], s["end"], s["text"]) for s in body["segments"]] == [
-        (0, 0.0, 1.0, " Hello"),
-        (1, 1.0, 2.0, " world."),
+        (0, 0.0, 1.0, "Hello"),
+        (1, 1.0, 2.0, "world."),
     ]
     assert set(body["segments"][0]) == {
         "id", "seek", "start", "end", "text", "tokens", "temperature", "avg_logprob", "compression_ratio",
@@ -76,6 +76,7 @@ async def test_text_shapes(format: str, content_type: str, body: str) -> None:
 
 
 async def test_stream() -> None:
+    """Deltas, put together, are the text: segments have no blanks of their own."""
     response = await post(heard(), {"stream": "true"})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert sse_of(response.text) == [
@@ -115,6 +116,17 @@ async def test_refused(fields: dict[str, Any], clip: bytes, status: int, param: 
     assert fake.requests == []
 
 
+@pytest.mark.parametrize("fields", [{"temperature": "0.5"}, {"language": "de"}])
+async def test_what_this_model_cannot_do(fields: dict[str, Any]) -> None:
+    """C39: a listener that always hears the same, in two languages."""
+    fake = FakeDispatcher(ONE_WAY, transcript("x"))
+    check_error(await post(fake, fields), 400, *fields)
+    assert fake.requests == []
+    same = await post(fake, {"temperature": "0", "language": "FR"})
+    assert same.status_code == 200
+    assert same.headers["x-omni-ray-ignored"] == "temperature"
+
+
 async def test_forms_that_are_none() -> None:
     async with client_of(heard()) as client:
         check_error(await client.post(URL, json={"model": "m"}), 400)
@@ -130,6 +142,7 @@ async def test_forms_that_are_none() -> None:
 
 
 async def test_failures() -> None:
+    """C29: one error event, and nothing after it."""
     check_error(await post(FakeDispatcher(script=[StageFailedError("no")]), {"stream": "true"}), 500)
     fake = FakeDispatcher(script=[*transcript("a", "b")[:1], StageFailedError("no")])
     check_error(await post(fake, {}), 500)

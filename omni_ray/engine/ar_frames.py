@@ -1,0 +1,100 @@
+"""Rows of a codec language model: one code frame per step, fed while they run; they wait for their feed, never pad."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from omni_ray.engine.ar_model import CodecLM
+from omni_ray.engine.ar_row import Advance, Row, Steps
+from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.types import CodeFrameChunk, Usage
+from omni_ray.errors import StageFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class FrameResult:
+    """One row of a ``FrameStep``; ``frame`` int64 [codebooks]."""
+
+    frame: NDArray[np.int64]
+    ended: bool
+    finite: bool
+    evidence: Tensor
+
+
+class FrameSteps(Steps):
+    """See ``Steps``.
+
+    A row makes at most as many frames as ``max_tokens``, ``max_audio_seconds`` and ``max_model_len`` allow, and, once
+    its feed has ended, ``base_frames + frames_per_unit * units``: a model that misses its stop code would otherwise
+    talk for minutes (cases.md C23). It then finishes with ``length``.
+    """
+
+    model: CodecLM
+
+    def __init__(self, model: CodecLM, options: CodecLMOptions) -> None:
+        super().__init__(model, options.max_model_len)
+        self._base_frames, self._frames_per_unit = options.base_frames, options.frames_per_unit
+
+    def set_up(self, row: Row) -> None:
+        """See ``Steps.set_up``."""
+        room = self.max_model_len - row.length
+        longest = int(row.request.max_audio_seconds * self.model.frame_rate)
+        row.limit = min(room, longest, row.request.sampling.max_tokens or room)
+
+    def prefill(self, row: Row, end: int) -> None:
+        """See ``Steps.prefill``."""
+        self.model.prefill(row.slot, row.prepared[row.computed : end], row.computed)
+
+    def prompt_done(self, row: Row, result: Any) -> Advance:
+        """Nothing comes of a prompt alone; a step follows when the first unit is there."""
+        self.model.sample_as(row.slot, row.request)
+        return self._over(row)
+
+    def ready(self, row: Row) -> bool:
+        """Whether the unit of the row's next step has come, or none is needed any more."""
+        return row.units > row.count or row.feed_ended
+
+    def step(self, rows: Sequence[Row]) -> list[FrameResult]:
+        """See ``Steps.step``."""
+        done = self.model.step([row.slot for row in rows], [row.count for row in rows])
+        frames = done.frames.numpy()
+        parts = zip(frames, done.ended, done.finite, done.evidence, strict=True)
+        return [FrameResult(*part) for part in parts]
+
+    def advance(self, row: Row, result: FrameResult) -> Advance:
+        """Give the frame out, unless it is the stop code."""
+        if not result.finite:
+            raise StageFailedError(f"the model's logits at frame {row.count} hold NaN or infinity")
+        if result.ended:
+            return Advance([], "stop")
+        chunk = CodeFrameChunk(row.count, result.frame[None])
+        row.count += 1
+        return Advance([chunk], self._over(row).reason)
+
+    def usage(self, row: Row) -> Usage:
+        """Frames are the only tokens that a client hears of."""
+        return Usage(audio_tokens=row.count)
+
+    def feed(self, row: Row, item: Any) -> None:
+        """See ``Steps.feed``."""
+        row.units += self.model.feed(row.slot, item)
+
+    def end_feed(self, row: Row) -> Advance:
+        """The feed's length bounds the answer from now on; without any unit there is none."""
+        self.model.end_feed(row.slot)
+        row.limit = min(row.limit, self._base_frames + self._frames_per_unit * row.units)
+        return self._over(row)
+
+    def evidence(self, result: Any) -> Tensor:
+        """What the codes were drawn from."""
+        assert isinstance(result, FrameResult)
+        return result.evidence
+
+    def _over(self, row: Row) -> Advance:
+        if row.feed_ended and row.units == 0:
+            return Advance(reason="stop")
+        return Advance(reason="length" if row.count >= row.limit else None)

@@ -1,0 +1,129 @@
+"""A request inside the autoregressive loop, and what the two kinds of models do differently with it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from omni_ray.engine.ar_model import Prepared, SlotModel
+from omni_ray.engine.types import FinishReason, Output, Request
+from omni_ray.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Told to a row's owner: everything it fed is used up, ``items`` of them; the row waits for more."""
+
+    items: int
+
+
+News = Output | Exception | Waiting
+Deliver = Callable[[Sequence[News]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One request in the loop. The owner sets the first four; all others belong to the loop's thread.
+
+    Attributes:
+        prompt: what ``SlotModel.encode`` takes.
+        deliver: called on the loop's thread with new outputs, none if there is only progress. The last one it ever
+            gets is a ``Finish`` or an exception, unless the row was cancelled.
+        cancelled: set by ``DecodeLoop.cancel`` at any time; the row is gone before the next step.
+        slot: its place in the model's KV cache, -1 before it has one.
+        prepared: the prompt as the model computes it, ``length`` positions, ``computed`` of which are in the slot.
+        count: tokens or frames made so far, at most ``limit``.
+        state: what ``Steps`` keeps for the row.
+        early: items that were fed before the row had a slot. ``items`` counts all, ``units`` what they were worth.
+        feed_ended: no item comes any more.
+    """
+
+    request: Request
+    prompt: Any
+    deliver: Deliver
+    cancelled: bool = False
+    slot: int = -1
+    prepared: Prepared = ()
+    length: int = 0
+    computed: int = 0
+    count: int = 0
+    limit: int = 0
+    state: Any = None
+    early: list[Any] = field(default_factory=list)
+    items: int = 0
+    units: int = 0
+    feed_ended: bool = False
+
+
+@dataclass(slots=True)
+class Advance:
+    """What a step gave a row: outputs, and why the row is over, if it is."""
+
+    outputs: list[Output] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class Steps(ABC):
+    """One kind of model: how a row starts, when it may step, and what becomes of a step's result."""
+
+    def __init__(self, model: SlotModel, max_model_len: int) -> None:
+        self.model = model
+        self.max_model_len = max_model_len
+
+    def join(self, row: Row) -> None:
+        """Prepare the prompt, check its length, and set the row up in its slot.
+
+        Raises:
+            InvalidRequestError: the prompt leaves no room in ``max_model_len``.
+        """
+        row.prepared = self.model.encode(row.prompt)
+        row.length = len(row.prepared)
+        longest = self.max_model_len - 1
+        if not 0 < row.length <= longest:
+            raise InvalidRequestError(
+                f"the messages are {row.length} tokens long; this model takes 1 to {longest}", "messages"
+            )
+        self.set_up(row)
+        row.computed = self.model.begin(row.slot, row.prepared)
+
+    @abstractmethod
+    def set_up(self, row: Row) -> None:
+        """Set the row's ``limit`` and ``state``; ``slot``, ``prepared`` and ``length`` are known."""
+
+    @abstractmethod
+    def prefill(self, row: Row, end: int) -> Any:
+        """Compute the prompt from ``row.computed`` up to ``end``."""
+
+    @abstractmethod
+    def prompt_done(self, row: Row, result: Any) -> Advance:
+        """The whole prompt is computed; ``result`` is the last piece's."""
+
+    def ready(self, row: Row) -> bool:
+        """Whether the row can make a step now."""
+        return True
+
+    @abstractmethod
+    def step(self, rows: Sequence[Row]) -> Sequence[Any]:
+        """Make one step of rows in order of their slots; one result per row. Repeatable after it raised."""
+
+    @abstractmethod
+    def advance(self, row: Row, result: Any) -> Advance:
+        """Take a step's result into the row."""
+
+    @abstractmethod
+    def usage(self, row: Row) -> Any:
+        """The ``Usage`` of a row that is over."""
+
+    def feed(self, row: Row, item: Any) -> None:
+        """An item arrived for a row that has a slot."""
+        raise TypeError(f"{type(self.model).__name__} takes no input while it runs")
+
+    def end_feed(self, row: Row) -> Advance:
+        """No further item comes for a row that has a slot."""
+        return Advance()
+
+    @abstractmethod
+    def evidence(self, result: Any) -> Tensor:
+        """The numbers behind a step's result, for the self-test."""

@@ -1,0 +1,49 @@
+"""What every text model's tokenizer must answer: each token's bytes, and which tokens end an answer.
+
+Works on a transformers tokenizer given to it; imports nothing of that package.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def stop_ids(directory: Path, tokenizer: Any) -> frozenset[int]:
+    """Every token that any file of the checkpoint calls an end (cases.md C24).
+
+    The union of ``eos_token_id`` (one or a list) in config.json and generation_config.json, the tokenizer's, and the
+    special token that the chat template puts behind an assistant's message.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_file():
+            value = json.loads((directory / name).read_text()).get("eos_token_id")
+            found.update([value] if isinstance(value, int) else value or [])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        mark = "omni"
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+        behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(mark)[2]
+        ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+        found.update([token for token in ids if token in tokenizer.all_special_ids][:1])
+    return frozenset(found)
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """UTF-8 bytes of every token of a byte-level BPE tokenizer, by id; empty for special tokens.
+
+    Byte-level BPE writes each byte as one printable character (GPT-2, Radford et al. 2019, ``bytes_to_unicode``):
+    printable Latin-1 bytes as themselves, the others as U+0100 onwards in order.
+    """
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = (byte for byte in range(256) if byte not in plain)
+    byte_of = {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
+    added = tokenizer.added_tokens_decoder
+    table = [b""] * len(tokenizer)
+    for token, index in tokenizer.get_vocab().items():
+        if index in added:
+            table[index] = b"" if added[index].special else token.encode()
+        else:
+            table[index] = bytes(byte_of[character] for character in token)
+    return table

@@ -1,0 +1,181 @@
+"""The modules of code2wav that look back, and carry what they look at from one call to the next.
+
+Drop-in replacements of transformers' convolutions and attention in ``qwen3_omni_moe``: same weights under the same
+names. A call is a *step* of several requests (rows) of different age and length; what it reads and leaves is in a
+``Scope``, so the modules themselves hold nothing of any request.
+
+Shapes: B rows (requests), n frames of the longest row, C channels, T positions of a layer in time.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeCausalConvNet,
+    Qwen3OmniMoeCausalTransConvNet,
+    Qwen3OmniMoeCode2WavAttention,
+    apply_rotary_pos_emb,
+)
+
+_TIME: Final = 2
+"""Dimension of time in what is carried: inputs [B, C, T], keys and values [B, heads, T, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One carried tensor inside a flat row: [channels, keep], or [channels, keep, head_dim].
+
+    Attributes:
+        start: where it begins.
+        channels, keep, head_dim: its shape; for keys and values ``channels`` are heads, for inputs ``head_dim`` is 1.
+        rate: positions per frame in this layer.
+        early: positions before the request's first that this layer computes in the first call; they mean nothing.
+    """
+
+    start: int
+    channels: int
+    keep: int
+    head_dim: int = 1
+    rate: int = 1
+    early: int = 0
+
+    @property
+    def size(self) -> int:
+        """Numbers it takes."""
+        return self.channels * self.keep * self.head_dim
+
+
+class Carried:
+    """Flat rows of one kind of past during a step: hands out what was before, collects what comes after."""
+
+    def __init__(self, rows: Tensor, new_frames: Tensor, first: Tensor) -> None:
+        """Start a step.
+
+        Args:
+            rows: [B, size].
+            new_frames: int64 [B], frames of each row in this step; the rest of the row is padding.
+            first: int64 [f], rows that are in their first step.
+        """
+        self._rows = rows
+        self._new_frames = new_frames
+        self._first = first
+        self._after: list[Tensor] = []
+
+    def extend(self, place: Place, new: Tensor) -> Tensor:
+        """``new`` [B, channels, T, ...] with the past in front of it; what the next step needs is kept."""
+        if place.early and len(self._first):
+            new[self._first, :, : place.early] = 0  # upstream has zeros there: its padding
+        shape = (len(new), place.channels, place.keep, *new.shape[3:])
+        before = self._rows[:, place.start : place.start + place.size].view(shape)
+        whole = torch.cat([before, new], _TIME)
+        kept = self._new_frames[:, None] * place.rate + torch.arange(place.keep, device=new.device)
+        index = kept.view(len(new), 1, place.keep, *(1 for _ in new.shape[3:]))
+        self._after.append(torch.take_along_dim(whole, index, _TIME).flatten(1))
+        return whole
+
+    def after(self) -> Tensor:
+        """[B, size]; complete once every carrier had its turn, in the order of their places."""
+        return torch.cat(self._after, 1)
+
+
+@dataclass(slots=True)
+class Scope:
+    """What the carrying modules read; set for the duration of one step, in the one thread that decodes."""
+
+    inputs: Carried | None = None
+    keys_values: Carried | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    visible: Tensor | None = None
+
+
+class CarryingConv(nn.Module):
+    """Qwen3OmniMoeCausalConvNet whose left padding is the end of the last call's input instead of zeros."""
+
+    def __init__(self, upstream: Qwen3OmniMoeCausalConvNet, scope: Scope, place: Place) -> None:
+        super().__init__()
+        self.conv = upstream.conv
+        self._scope = scope
+        self._place = place
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, C, T] -> [B, C', T]."""
+        assert self._scope.inputs is not None
+        out: Tensor = self.conv(self._scope.inputs.extend(self._place, hidden))
+        return out
+
+
+class CarryingTransConv(nn.Module):
+    """Qwen3OmniMoeCausalTransConvNet that starts one input back: [B, C, T] -> [B, C', T * stride].
+
+    Upstream gives ``(T - 1) * stride``, the last stride being cut off as the next input would still add to it. Here the
+    outputs are that stride of the call before and all but the last of this one.
+    """
+
+    def __init__(self, upstream: Qwen3OmniMoeCausalTransConvNet, scope: Scope, place: Place) -> None:
+        super().__init__()
+        self.conv = upstream.conv
+        self._stride: int = upstream.conv.stride[0]
+        self._scope = scope
+        self._place = place
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, C, T] -> [B, C', T * stride]."""
+        assert self._scope.inputs is not None
+        out: Tensor = self.conv(self._scope.inputs.extend(self._place, hidden))
+        return out[..., self._stride : out.shape[-1] - self._stride].contiguous()
+
+
+class CarryingAttention(nn.Module):
+    """Qwen3OmniMoeCode2WavAttention over the keys and values of the frames before, at each row's own position.
+
+    Differs from upstream also in that mask and rotary tables come from the step, because its rows differ in age.
+    """
+
+    def __init__(self, upstream: Qwen3OmniMoeCode2WavAttention, scope: Scope, key: Place, value: Place) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = upstream.q_proj, upstream.k_proj
+        self.v_proj, self.o_proj = upstream.v_proj, upstream.o_proj
+        self._head_dim: int = upstream.head_dim
+        self._scale: float = upstream.scaling
+        self._grouped = upstream.num_key_value_groups > 1
+        self._scope = scope
+        self._key, self._value = key, value
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[B, n, hidden] -> [B, n, hidden]; the other arguments of upstream's are not needed."""
+        scope = self._scope
+        assert scope.keys_values is not None
+        assert scope.rotary is not None
+        shape = (*hidden_states.shape[:2], -1, self._head_dim)
+        query, key, value = (
+            project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *scope.rotary)
+        key, value = scope.keys_values.extend(self._key, key), scope.keys_values.extend(self._value, value)
+        seen = scaled_dot_product_attention(
+            query, key, value, attn_mask=scope.visible, scale=self._scale, enable_gqa=self._grouped
+        )
+        return self.o_proj(seen.transpose(1, 2).flatten(2)), None
+
+
+@dataclass(slots=True)
+class Layout:
+    """Gives out the places of a flat row, while modules are walked in the order in which they run.
+
+    Attributes:
+        size: of the row so far.
+        rate, early: of the layer that has been reached; see ``Place``.
+    """
+
+    size: int = 0
+    rate: int = 1
+    early: int = 0
+
+    def next(self, channels: int, keep: int, head_dim: int = 1) -> Place:
+        """The place after the last one."""
+        place = Place(self.size, channels, keep, head_dim, self.rate, self.early)
+        self.size += place.size
+        return place

@@ -1,0 +1,33 @@
+"""The one module that knows how transformers 5.17, 5.19 and 5.24 differ; nothing else here asks for a version.
+
+We call few of transformers' methods: our containers hold its towers and small blocks under the checkpoint's own names,
+so the move of the thinker's parts under ``thinker.model`` (after 5.19) does not reach us; caches are ours, so neither
+does ``past_key_values`` becoming ``cache``; rope positions are ours (``positions``), so ``rope_deltas`` is never read.
+What is left: ``no_init_weights`` is no documented name, and has moved between modules before 5.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers.initialization import no_init_weights
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def build(cls: type[M], config: Any, dtype: torch.dtype, *, initialise: bool) -> M:
+    """A module of transformers as ``from_pretrained`` would make it, in evaluation mode, before any weights.
+
+    Args:
+        cls: a ``PreTrainedModel``.
+        config: its own part of the checkpoint's configuration; its ``dtype`` is set.
+        dtype: of parameters. Rotary tables stay float32.
+        initialise: draw random weights as upstream does, from torch's global generator; else leave them undefined.
+    """
+    made: Any = cls
+    if initialise:
+        module: M = made._from_config(config, dtype=dtype)
+        return module.eval()
+    with no_init_weights():
+        module = made._from_config(config, dtype=dtype)
+    return module.eval()

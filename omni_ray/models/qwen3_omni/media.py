@@ -1,0 +1,142 @@
+"""From decoded sound and pictures to what the thinker's towers read, and from there to rows of its prompt.
+
+``MediaReader`` makes features (mel, patches) with transformers' ``WhisperFeatureExtractor`` and
+``Qwen2VLImageProcessorPil``; it touches no weights and is safe to use in any thread. ``Towers`` are transformers' audio
+and vision encoders. The whole processor class of transformers is not used: it needs torchvision for videos.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import WhisperFeatureExtractor
+
+from omni_ray.engine.types import AudioClip, ImageClip
+from omni_ray.errors import InvalidRequestError
+from omni_ray.models.qwen3_omni.positions import Grid
+
+SHORTEST_SAMPLES: Final = 400
+"""One window of the spectrogram. Shorter clips are padded with silence: upstream fails on them (cases.md C32)."""
+
+BLOCK_FRAMES: Final = 100
+BLOCK_TOKENS: Final = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """All clips of a prompt.
+
+    Attributes:
+        mel: float32 [mel bins, frames of all clips].
+        frames: int64 [clips].
+    """
+
+    mel: Tensor
+    frames: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """All images of a prompt: float32 ``patches`` [patches of all, numbers per patch] and their ``grids``."""
+
+    patches: Tensor
+    grids: tuple[Grid, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VisualRows:
+    """Rows [tokens, hidden] for the prompt, and those that are added behind its first layers."""
+
+    rows: Tensor
+    deepstack: tuple[Tensor, ...]
+
+
+class MediaReader:
+    """Makes features as upstream's processor does for the clips of one prompt."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read ``preprocessor_config.json``; images can be read only where Pillow is installed."""
+        self._sounds = WhisperFeatureExtractor.from_pretrained(directory)
+        self._images: Any = None
+        if find_spec("PIL") is not None:
+            from transformers import Qwen2VLImageProcessorPil
+
+            self._images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+
+    def sound(self, clips: Sequence[AudioClip]) -> Sound:
+        """Mel features of all clips of a prompt, in one call as upstream: a clip's last frames see its padding.
+
+        Raises:
+            InvalidRequestError: an empty clip.
+        """
+        waves = []
+        for clip in clips:
+            if not len(clip.samples):
+                raise InvalidRequestError("an audio part holds no samples", "messages")
+            if clip.sample_rate != self._sounds.sampling_rate:
+                raise ValueError(f"clip {clip.index} has {clip.sample_rate} Hz, not {self._sounds.sampling_rate}")
+            waves.append(np.pad(clip.samples, (0, max(0, SHORTEST_SAMPLES - len(clip.samples)))))
+        features = self._sounds(
+            waves,
+            sampling_rate=self._sounds.sampling_rate,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = features["attention_mask"].bool()
+        return Sound(features["input_features"].transpose(1, 2)[mask].T, mask.sum(1))
+
+    def pictures(self, clips: Sequence[ImageClip]) -> Pictures:
+        """Patches of all images of a prompt.
+
+        Raises:
+            InvalidRequestError: no Pillow here, or an image that cannot be brought to the model's size.
+        """
+        if self._images is None:
+            raise InvalidRequestError("this server cannot read images: Pillow is not installed", "messages")
+        try:
+            # Without a format, pictures 1 or 3 pixels high would be taken for [channels, height, width].
+            features = self._images(
+                images=[clip.pixels for clip in clips], input_data_format="channels_last", return_tensors="pt"
+            )
+        except ValueError as error:
+            raise InvalidRequestError(f"an image cannot be read: {error}", "messages") from error
+        grids = tuple(Grid(*grid) for grid in features["image_grid_thw"].tolist())
+        return Pictures(features["pixel_values"], grids)
+
+
+class Towers:
+    """The audio and the vision encoder, computed for one prompt at a time: what a row holds depends on no other one."""
+
+    def __init__(self, audio: nn.Module, visual: nn.Module) -> None:
+        self._audio = audio
+        self._visual = visual
+
+    def hear(self, sound: Sound) -> Tensor:
+        """Rows [tokens of all clips, hidden]."""
+        rows: Tensor = self._audio(sound.mel, feature_lens=sound.frames).last_hidden_state
+        return rows
+
+    def see(self, pictures: Pictures) -> VisualRows:
+        """Rows of all images, one after the other."""
+        grids = torch.tensor([[grid.time, grid.height, grid.width] for grid in pictures.grids])
+        patches = pictures.patches.to(next(self._visual.parameters()).dtype)
+        seen = self._visual(patches, grid_thw=grids)
+        return VisualRows(seen.pooler_output, tuple(seen.deepstack_features))
+
+
+def audio_tokens(frames: int) -> int:
+    """Placeholders of a clip of ``frames`` mel frames (100 per second): 13 per second, fewer for the rest.
+
+    transformers' ``_get_feat_extract_output_lengths``: three convolutions of stride 2 over blocks of a second.
+    """
+    blocks, rest = divmod(frames, BLOCK_FRAMES)
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return blocks * BLOCK_TOKENS + rest

@@ -1,0 +1,42 @@
+"""Engine options of Qwen3-Omni's stages. No heavy imports: a deploy YAML is checked against them."""
+
+from typing import Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from omni_ray.engine.options import CodecOptions
+
+UPSTREAM_LEFT_CONTEXT: Final = 25
+"""Frames that upstream decodes again before each chunk."""
+
+
+class Code2WavOptions(CodecOptions):
+    """Options of ``Qwen3OmniCode2Wav``.
+
+    Attributes:
+        max_num_seqs: streams that are open at once, whether or not they have frames to decode: as many as the talkers
+            that feed this replica compute. Each holds some 5 MB (float32, published shape).
+        context: ``stateful`` carries the past, so the stream equals one call. ``truncated`` decodes upstream's windows:
+            an approximation, for comparison.
+        left_context: frames decoded again, for ``truncated`` only; None takes upstream's 25.
+        batch_rows: the most requests decoded in one batch.
+        dtype: of weights and arithmetic; the promises about equality are for float32.
+    """
+
+    max_num_seqs: int = Field(default=64, ge=1)
+    chunk_frames: tuple[int, ...] = Field(default=(4, 8, 16, 25), min_length=1)
+    context: Literal["stateful", "truncated"] = "stateful"
+    batch_rows: int = Field(default=16, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _left_context_has_a_meaning(self) -> Self:
+        if self.left_context is not None and self.context == "stateful":
+            raise ValueError("left_context has no meaning with context: stateful, which decodes nothing again")
+        if self.left_context is not None and self.left_context < UPSTREAM_LEFT_CONTEXT:
+            raise ValueError(f"left_context: {self.left_context} is below upstream's {UPSTREAM_LEFT_CONTEXT}")
+        return self
+
+    def truncated_left(self) -> int:
+        """Frames of left context of ``truncated``."""
+        return UPSTREAM_LEFT_CONTEXT if self.left_context is None else self.left_context

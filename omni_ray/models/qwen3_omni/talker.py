@@ -1,0 +1,276 @@
+"""The talker of Qwen3-Omni: text tokens in, code frames [16] out, one frame per step and 12.5 of them a second.
+
+A step is the talker's transformer (``SlotTalker``) over [last frame + next text token], a draw of codebook 0, and the
+code predictor for the rest. What transformers computes in one ``generate`` call, this computes for many requests at
+once, each as far as its text has come: see ``talker_input`` for what is fed, ``talker_prompt`` for the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeTalkerForConditionalGeneration
+from transformers.initialization import no_init_weights
+
+from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
+from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
+from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.sampler import CANDIDATES
+from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
+from omni_ray.engine.types import Request
+from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
+from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, SlotTalker
+from omni_ray.models.qwen3_omni.talker_prompt import Markers, PromptRows, media_tensor, talker_ids
+from omni_ray.models.qwen3_omni.weights import checkpoint_directory, initialise_experts, load_parts, read_tensor
+
+PREFIX: Final = "talker."
+TEXT_EMBEDDING: Final = "thinker.model.embed_tokens.weight"
+
+FRAME_RATE: Final = 12.5
+"""Frames a second: 1920 samples each at 24 kHz. The checkpoint's config does not say it."""
+
+DEFAULT_SPEAKER: Final = "ethan"
+"""Of upstream's ``generate``; a checkpoint without it speaks with its first."""
+
+SUPPRESSED: Final = 1024
+"""The vocabulary's last ids are control ids: of them only the stop code may be drawn (hard-coded upstream)."""
+
+PREDICTOR_TOP_K: Final = 50
+PREDICTOR_TOP_P: Final = 0.8
+"""Hard-coded upstream, as is temperature 1; greedy exactly when codebook 0 is."""
+
+PROJECTED_AT_ONCE: Final = 4096
+
+
+@dataclass(slots=True)
+class Speech:
+    """One slot: ``length`` of its prompt, rope ``delta``, text ids fed so far, and whether more will come."""
+
+    length: int
+    delta: float
+    text: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+class Qwen3OmniTalker(CodecLM):
+    """``TalkerPrompt``, then ``TalkerText`` in; frames int64 [codebooks] out.
+
+    Deterministic mode gives every call a fixed shape: decode over all rows, prompts in padded pieces, attention over
+    the whole cache, and experts as batched products whose shape does not depend on the routing (transformers'
+    ``batched_mm``).
+    """
+
+    frame_rate = FRAME_RATE
+
+    def load(self) -> None:
+        """Read ``talker.*`` and the thinker's embedding table, which is projected once and freed.
+
+        Raises:
+            ConfigError: no model, no audio in this checkpoint, a tensor is missing or unexpected, or ``max_model_len``
+                exceeds the checkpoint's.
+        """
+        stage, options = self.context.stage.name, self.context.options
+        assert isinstance(options, CodecLMOptions)
+        if self.context.model is None:
+            raise ConfigError([f"stage {stage} needs a model: a checkpoint directory or hub id"])
+        torch.set_num_threads(options.threads)
+        directory = checkpoint_directory(self.context.model)
+        config = Qwen3OmniMoeConfig.from_pretrained(directory)
+        if not config.enable_audio_output:
+            raise ConfigError([f"stage {stage}: {directory} has enable_audio_output: false, so it has no talker"])
+        longest = config.talker_config.text_config.max_position_embeddings
+        if options.max_model_len > longest:
+            raise ConfigError([f"max_model_len: {options.max_model_len} is beyond the checkpoint's {longest}"])
+        self._deterministic = options.deterministic
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        random = self.context.load_format == "dummy"
+        upstream = _module(config.talker_config, self._dtype(options.dtype), options.deterministic, random)
+        table: Tensor | None = None
+        if not random:
+            load_parts(directory, upstream, PREFIX, self.context.progress)
+            table = read_tensor(directory, TEXT_EMBEDDING)
+        upstream.eval().requires_grad_(False).to(self._device)
+        self._upstream = upstream
+        if table is None:
+            text = config.thinker_config.text_config
+            table = torch.randn(text.vocab_size, text.hidden_size) * config.initializer_range
+        self._set_up(config, table)
+
+    def _dtype(self, option: str) -> torch.dtype:
+        """``auto`` is bfloat16 on a GPU; on CPU float32, in which frames equal upstream's."""
+        if option == "auto":
+            option = "bfloat16" if self._device.type == "cuda" else "float32"
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[option]
+
+    def _set_up(self, config: Any, table: Tensor) -> None:
+        options, talker, upstream = self.context.options, config.talker_config, self._upstream
+        assert isinstance(options, CodecLMOptions)
+        # Widths are not ours to choose (a gate is 1 wide), so the rows make up for all of them.
+        rows = rounded_up(options.max_num_seqs, ELEMENTS if self._deterministic else 1)
+        # One position more than any request needs: rows that are not wanted in a step write there.
+        self._talker = SlotTalker(upstream.model, rows, rounded_up(options.max_model_len + 1, POSITIONS))
+        self._predictor = FramePredictor(upstream.code_predictor)
+        self._codec: nn.Embedding = upstream.model.codec_embedding
+        self._markers = Markers.of(config)
+        self._speakers: dict[str, int] = {name.lower(): index for name, index in talker.speaker_id.items()}
+        self._stop = talker.codec_eos_token_id
+        self._text = self._projected(table)
+        vocabulary = talker.text_config.vocab_size
+        suppressed = torch.arange(vocabulary, device=self._device) >= vocabulary - SUPPRESSED
+        suppressed[self._stop] = False
+        self._suppressed = suppressed
+        self._slots: dict[int, Speech] = {}
+        self._sampling = RowSampling.empty(rows, self._device)
+        self._said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._device)
+        self._last = torch.zeros(rows, upstream.config.text_config.hidden_size, device=self._device).to(self._text)
+
+    def _projected(self, table: Tensor) -> Tensor:
+        """``text_projection`` of the thinker's whole embedding table: [vocabulary, hidden]."""
+        weight = self._upstream.text_projection.linear_fc1.weight
+        blocks = [self._upstream.text_projection(block.to(weight)) for block in torch.split(table, PROJECTED_AT_ONCE)]
+        return torch.cat(blocks)
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """Names that ``TalkerPrompt.speaker`` may have, lower case."""
+        return tuple(self._speakers)
+
+    def encode(self, prompt: Any) -> PromptRows:
+        """See ``SlotModel.encode``.
+
+        Raises:
+            InvalidRequestError: the speaker is unknown, or a turn has an unknown role.
+            StageFailedError: media rows or grids do not fit the prompt.
+        """
+        assert isinstance(prompt, TalkerPrompt)
+        default = DEFAULT_SPEAKER if DEFAULT_SPEAKER in self._speakers else self.speakers[0]
+        name = default if prompt.speaker is None else prompt.speaker.lower()
+        if name not in self._speakers:
+            known = ", ".join(sorted(self._speakers))
+            raise InvalidRequestError(f"unknown voice {prompt.speaker!r}; this model has {known}", "voice")
+        ids = talker_ids(prompt, self._speakers[name], self._markers)
+        embeds = self._text[torch.tensor(ids.text, device=self._device)]
+        if ids.media:
+            embeds[list(ids.media)] = self._upstream.hidden_projection(media_tensor(prompt, embeds))
+        embeds[-len(ids.codec) :] += self._codec(torch.tensor(ids.codec, device=self._device))
+        axes = torch.from_numpy(ids.rope.axes).to(self._device)[:, : len(embeds)]
+        return PromptRows(embeds, axes, ids.rope.delta)
+
+    def begin(self, slot: int, prompt: PromptRows) -> int:
+        """See ``SlotModel.begin``."""
+        self._slots[slot] = Speech(len(prompt), prompt.delta)
+        self._said[slot] = False
+        self._last[slot] = self._codec.weight[self._markers.codec_bos]
+        return 0
+
+    def release(self, slot: int) -> None:
+        """See ``SlotModel.release``; the slot's next request overwrites its KV."""
+        self._slots.pop(slot, None)
+
+    def sample_as(self, slot: int, request: Request) -> None:
+        """See ``CodecLM.sample_as``."""
+        self._sampling.set(slot, request)
+
+    def feed(self, slot: int, item: Any) -> int:
+        """A unit is a token."""
+        assert isinstance(item, TalkerText)
+        self._slots[slot].text.extend(item.token_ids)
+        return len(item.token_ids)
+
+    def end_feed(self, slot: int) -> None:
+        """Next comes ``tts_eos``, once, then ``tts_pad``."""
+        self._slots[slot].ended = True
+
+    def probes(self) -> Sequence[Probe]:
+        """Four prompts of different lengths, one of them longer than a piece."""
+        markers, room = self._markers, self._talker.length - 20
+        turn = (markers.im_start, markers.assistant, markers.tts_pad)
+        ids = range(1, len(self._text))
+        sizes = [min(size, max(room, 1)) for size in (3, PREFILL_CHUNK + 9, 17, 40)]
+        return [
+            Probe(
+                TalkerPrompt((markers.im_start, markers.user, *self._plain(ids[size:])[:size], *turn)),
+                (TalkerText(self._plain(ids[2 * size :])[:8]),),
+            )
+            for size in sizes
+        ]
+
+    def _plain(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Of some ids those that mean nothing to the prompt's layout."""
+        rope = self._markers.rope
+        return tuple(i for i in ids[:512] if i not in {self._markers.im_start, rope.audio, rope.image, rope.video})
+
+    def prefill(self, slot: int, piece: PromptRows, start: int) -> None:
+        """See ``CodecLM.prefill``."""
+        length = self._talker.length
+        embeds, axes, reach = piece.embeds, piece.axes, start + len(piece)
+        if self._deterministic:
+            # The padding writes beyond the prompt, where later positions overwrite it before anyone looks.
+            missing = min(PREFILL_CHUNK, length - start) - len(piece)
+            embeds, axes = (nn.functional.pad(embeds, (0, 0, 0, missing)), nn.functional.pad(axes, (0, missing)))
+            reach = length
+        positions = torch.arange(start, start + len(embeds), device=self._device)[None]
+        self._talker.forward(embeds[None], axes[:, None], positions, range(slot, slot + 1), reach)
+
+    def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
+        """See ``CodecLM.step``.
+
+        Rows between the first and the last slot that are not wanted are computed too and thrown away: gathering KV
+        would cost more. They write at the last position, which is nobody's.
+        """
+        length = self._talker.length
+        rows = range(self._talker.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
+        mine = slice(rows.start, rows.stop)
+        text, where = [self._markers.tts_pad] * len(rows), [length - 1] * len(rows)
+        frame, axes = [0] * len(rows), [0.0] * len(rows)
+        for slot, step in zip(slots, steps, strict=True):
+            row, speech = slot - rows.start, self._slots[slot]
+            text[row], frame[row] = self._text_of(speech, step), step
+            where[row], axes[row] = speech.length + step, speech.length + step + speech.delta
+        embeds = self._last[mine] + self._text[torch.tensor(text, device=self._device)]
+        positions = torch.tensor(where, device=self._device)[:, None]
+        rope = torch.tensor(axes, device=self._device).expand(3, -1)[..., None]
+        reach = length if self._deterministic else max(w for w in where if w < length - 1) + 1
+        hidden = self._talker.forward(embeds[:, None], rope, positions, rows, reach)[:, 0]
+
+        how, numbers = self._sampling.take(mine), torch.tensor(frame, device=self._device)
+        raw = self._upstream.codec_head(hidden).float()
+        logits = penalise(raw, self._said[mine], how.penalty).masked_fill(self._suppressed, -torch.inf)
+        candidates = CANDIDATES if self._deterministic else int(how.top_k.max())
+        first = draw(logits, how, numbers, 0, candidates)
+        residual_how = how.following(PREDICTOR_TOP_K, PREDICTOR_TOP_P)
+
+        def choose(codebook: int, logits: Tensor) -> Tensor:
+            return draw(logits, residual_how, numbers, codebook, PREDICTOR_TOP_K)
+
+        residual, last, tail = self._predictor.complete(hidden, self._codec(first), choose)
+        taken = torch.tensor([slot - rows.start for slot in slots], device=self._device)
+        places = taken + rows.start
+        first, evidence = first[taken], torch.cat((raw, tail.float()), -1)[taken]
+        # Only now, when nothing can fail any more.
+        self._said[places, first] = True
+        self._last[places] = last[taken]
+        frames = torch.cat((first[:, None], residual[taken]), 1).cpu()
+        ended = (first == self._stop).tolist()
+        return FrameStep(frames, ended, torch.isfinite(evidence.sum(-1)).tolist(), evidence)
+
+    def _text_of(self, speech: Speech, step: int) -> int:
+        """The text token that a step takes in; the engine makes no step before it is there, or the text is over."""
+        if step < len(speech.text):
+            return speech.text[step]
+        assert speech.ended
+        return self._markers.tts_eos if step == len(speech.text) else self._markers.tts_pad
+
+
+def _module(config: Any, dtype: torch.dtype, deterministic: bool, random: bool) -> Any:
+    """The module of transformers; its weights are to be filled, or are random."""
+    kwargs = {"dtype": dtype, "experts_implementation": "batched_mm" if deterministic else "eager"}
+    if random:
+        module = Qwen3OmniMoeTalkerForConditionalGeneration._from_config(config, **kwargs)
+        initialise_experts(module, config.initializer_range)
+        return module
+    with no_init_weights():
+        return Qwen3OmniMoeTalkerForConditionalGeneration._from_config(config, **kwargs)

@@ -1,0 +1,209 @@
+"""The thinker: Qwen3-Omni's text model with ears and eyes, over static KV slots.
+
+Towers, norms, experts and rotary tables are transformers'; the decoder's pass (``thinker_decoder``), rope positions and
+the expansion of placeholders are ours, and equal upstream's ``generate`` token for token.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Qwen3OmniMoeConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeThinkerTextModel,
+    Qwen3OmniMoeVisionEncoder,
+)
+
+from omni_ray.engine.ar_model import PREFILL_CHUNK, ARModel, Probe
+from omni_ray.engine.options import AROptions
+from omni_ray.engine.precision import compute_dtype
+from omni_ray.engine.text_tokens import stop_ids, token_bytes
+from omni_ray.engine.types import Chunk, LatentChunk, Message, PromptChunk, TextPart
+from omni_ray.errors import ConfigError
+from omni_ray.models.qwen3_omni.compat import build
+from omni_ray.models.qwen3_omni.media import MediaReader, Towers
+from omni_ray.models.qwen3_omni.prompt import ChatPrompt
+from omni_ray.models.qwen3_omni.thinker_decoder import Deepstack, ThinkerDecoder
+from omni_ray.models.qwen3_omni.thinker_prompt import Piece, PromptMaker, ThinkerPrompt
+from omni_ray.models.qwen3_omni.weights import checkpoint_directory, initialise_experts, load_parts
+
+PREFIX: Final = "thinker."
+SILENT_SPANS: Final = (("<tool_call>", "</tool_call>"), ("<think>", "</think>"))
+"""Tokens around what is written but not spoken (cases.md C40)."""
+
+
+class ThinkerParts(nn.Module):
+    """The thinker's modules under the names that checkpoints give them."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, *, initialise: bool) -> None:
+        super().__init__()
+        text = config.text_config
+        self.audio_tower = build(Qwen3OmniMoeAudioEncoder, config.audio_config, dtype, initialise=initialise)
+        self.visual = build(Qwen3OmniMoeVisionEncoder, config.vision_config, dtype, initialise=initialise)
+        self.model = build(Qwen3OmniMoeThinkerTextModel, text, dtype, initialise=initialise)
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=dtype)
+        if initialise:
+            nn.init.normal_(self.lm_head.weight, std=text.initializer_range)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class Qwen3OmniThinker(ARModel):
+    """``ChatPrompt`` in, text out; and once per answer what is needed to speak it.
+
+    Before the first token come a ``PromptChunk`` and, if user turns hold media, a ``LatentChunk`` with one row for each
+    of their placeholders: hidden states behind the first ``accept_hidden_layer`` layers, before any norm (upstream's
+    ``hidden_states[accept_hidden_layer]``). A checkpoint without audio output gives the ``PromptChunk`` only.
+
+    Deterministic mode gives every call a fixed shape: decode over all slots, prompts in padded pieces, attention over
+    the whole cache length, every expert for every token. Towers always compute one request at a time.
+    """
+
+    def load(self) -> None:
+        """Load the checkpoint's ``thinker.`` tensors, or draw random ones (``load_format: dummy``), and warm up.
+
+        Raises:
+            ConfigError: no model, a tensor is missing or unexpected, or ``max_model_len`` exceeds the checkpoint's.
+        """
+        options = self.context.options
+        assert isinstance(options, AROptions)
+        if self.context.model is None:
+            raise ConfigError([f"stage {self.context.stage.name} needs a model directory or hub id"])
+        directory = checkpoint_directory(self.context.model)
+        torch.set_num_threads(options.threads)
+        self._deterministic = options.deterministic
+        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        self._bytes = token_bytes(self._tokenizer)
+        self.stop_ids = stop_ids(directory, self._tokenizer)
+        config = Qwen3OmniMoeConfig.from_pretrained(directory)
+        thinker = config.thinker_config
+        text = thinker.text_config
+        if options.max_model_len > text.max_position_embeddings:
+            longest = text.max_position_embeddings
+            raise ConfigError([f"max_model_len: {options.max_model_len} is beyond the checkpoint's {longest}"])
+        self._capture = config.talker_config.accept_hidden_layer if config.enable_audio_output else None
+        if self._capture is not None and not 0 < self._capture < text.num_hidden_layers:
+            raise ConfigError([f"{directory}: talker_config.accept_hidden_layer {self._capture} is no inner layer"])
+        parts = self._parts(thinker, compute_dtype(options.dtype))
+        self._towers = Towers(parts.audio_tower, parts.visual)
+        self._decoder = ThinkerDecoder(
+            parts.model, parts.lm_head.weight, options.max_num_seqs, options.max_model_len, self._deterministic
+        )
+        self._maker = PromptMaker(self._tokenizer, config, MediaReader(directory), options.max_model_len)
+        self._encoding = threading.Lock()
+        self._silent = frozenset(self._tokenizer.all_special_ids) | {
+            index for index, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
+        known = self._tokenizer.get_vocab()
+        self._spans = tuple((known[first], known[last]) for first, last in SILENT_SPANS if first in known)
+        slots = options.max_num_seqs
+        self._prompts: list[ThinkerPrompt | None] = [None] * slots
+        self._deltas = [0.0] * slots
+        self._rows: list[list[Tensor]] = [[] for _ in range(slots)]
+        for count in range(1, slots + 1):
+            self.step(range(count), [0] * count, [0] * count)
+
+    def encode(self, prompt: Any) -> ThinkerPrompt:
+        """Tokens, features and positions of a ``ChatPrompt``; no weights are used, and any thread may call it."""
+        assert isinstance(prompt, ChatPrompt)
+        with self._encoding:  # tokenizers change their own state for truncation and padding
+            return self._maker.make(prompt)
+
+    def penalised(self, prompt: ThinkerPrompt) -> Sequence[int]:
+        """See ``ARModel.penalised``."""
+        return prompt.ids
+
+    def detokenize(self, token_id: int) -> bytes:
+        """See ``ARModel.detokenize``; the output projection has more rows than the tokenizer has tokens."""
+        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+    def begin(self, slot: int, prompt: ThinkerPrompt) -> int:
+        """Hear and see the prompt's media."""
+        self._prompts[slot], self._deltas[slot], self._rows[slot] = prompt, prompt.delta, []
+        if prompt.sound is not None:
+            prompt.heard = self._towers.hear(prompt.sound)
+        if prompt.pictures is not None:
+            prompt.seen = self._towers.see(prompt.pictures)
+        return 0
+
+    def prefill(self, slot: int, ids: Piece, start: int) -> Tensor:
+        """See ``ARModel.prefill``."""
+        piece, last = ids, len(ids.ids) - 1
+        reach, axes, tokens = start + len(piece.ids), torch.from_numpy(piece.axes), list(piece.ids)
+        if self._deterministic:
+            # The padding writes beyond the prompt, where the answer will overwrite it before anyone looks.
+            padding = min(PREFILL_CHUNK, self._decoder.length - start) - len(tokens)
+            tokens, axes, reach = [*tokens, *[0] * padding], F.pad(axes, (0, padding)), self._decoder.length
+        x = F.embedding(torch.tensor(tokens), self._decoder.embedding)
+        deepstack = None
+        if piece.heard is not None:
+            x[piece.heard_at] = piece.heard.to(x.dtype)
+        if piece.seen is not None:
+            x[piece.seen_at] = piece.seen.rows.to(x.dtype)
+            deepstack = Deepstack(piece.seen_at, [features.to(x.dtype) for features in piece.seen.deepstack])
+        hidden, captured = self._decoder.forward(
+            x[None],
+            torch.arange(start, start + len(tokens))[None],
+            axes[:, None],
+            range(slot, slot + 1),
+            reach,
+            deepstack,
+            self._capture if len(piece.wanted) else None,
+        )
+        if captured is not None:
+            self._rows[slot].append(captured[0, piece.wanted].float())
+        return self._decoder.logits(hidden[0, last])
+
+    def prompt_outputs(self, slot: int) -> Sequence[Chunk]:
+        """What was asked, and the rows of its media in user turns."""
+        prompt = self._prompts[slot]
+        assert prompt is not None
+        rows = torch.cat(self._rows[slot]).numpy() if self._rows[slot] else np.zeros((0, 0), np.float32)
+        self._rows[slot] = []
+        grids = tuple((grid.time, grid.height, grid.width, grid.seconds) for grid in prompt.user_grids)
+        asked = PromptChunk(0, tuple(prompt.ids), grids, len(rows), silent=self._silent, silent_spans=self._spans)
+        return [asked, LatentChunk(0, rows, ends_segment=True)] if len(rows) else [asked]
+
+    def step(self, slots: Sequence[int], last_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """See ``ARModel.step``.
+
+        Free slots and slots with an unfinished prompt between the first and the last one are computed too and thrown
+        away, which is cheaper than gathering KV. They write at a slot's last place: no request gets that far, because
+        its last token is never computed.
+        """
+        length = self._decoder.length
+        rows = range(self._decoder.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
+        ids, where, at = [0] * len(rows), [length - 1] * len(rows), [0.0] * len(rows)
+        taken = [slot - rows.start for slot in slots]
+        for row, slot, token, position in zip(taken, slots, last_ids, positions, strict=True):
+            ids[row], where[row], at[row] = token, position, position + self._deltas[slot]
+        x = F.embedding(torch.tensor(ids)[:, None], self._decoder.embedding)
+        axes = torch.tensor(at, dtype=torch.float32)[None, :, None].repeat(3, 1, 1)
+        reach = length if self._deterministic else max(positions) + 1
+        hidden, _ = self._decoder.forward(x, torch.tensor(where)[:, None], axes, rows, reach)
+        logits = self._decoder.logits(hidden[:, 0])
+        return logits if len(taken) == len(rows) else logits[taken]
+
+    def release(self, slot: int) -> None:
+        """Drop the prompt's features and rows; the KV is overwritten by the slot's next request."""
+        self._prompts[slot], self._rows[slot] = None, []
+
+    def probes(self) -> Sequence[Probe]:
+        """Two texts, one longer than a prefill piece."""
+        texts = ("Hello", "one two three four five six seven eight nine ten " * 6)
+        return [Probe(ChatPrompt((Message("user", (TextPart(text),)),))) for text in texts]
+
+    def _parts(self, config: Any, dtype: torch.dtype) -> ThinkerParts:
+        dummy = self.context.load_format == "dummy"
+        parts = ThinkerParts(config, dtype, initialise=dummy)
+        if dummy:
+            initialise_experts(parts, config.text_config.initializer_range)
+        else:
+            assert self.context.model is not None
+            load_parts(checkpoint_directory(self.context.model), parts, PREFIX, self.context.progress)
+        return parts

@@ -1,0 +1,190 @@
+"""A chat prepared for the thinker: token ids with placeholders expanded, rope positions, features of its media.
+
+``PromptMaker`` does what transformers' ``Qwen3OmniMoeProcessor`` does for text, sound and images, on ids instead of
+text: special tokens split the text around them, so both give the same ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni_ray.errors import InvalidRequestError
+from omni_ray.models.qwen3_omni.media import MediaReader, Pictures, Sound, VisualRows, audio_tokens
+from omni_ray.models.qwen3_omni.positions import Axes, Grid, RopeLayout, rope_positions
+from omni_ray.models.qwen3_omni.prompt import CHAT_TEMPLATE, ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive positions of a prompt, t of them.
+
+    Attributes:
+        ids: token ids [t]. axes: float32 [3, t].
+        heard, seen: rows of media placeholders in this piece, in order; ``heard_at`` and ``seen_at`` say where.
+        wanted: int64 [m], positions whose hidden rows are given out.
+    """
+
+    ids: Sequence[int]
+    axes: Axes
+    heard: Tensor | None
+    heard_at: Tensor
+    seen: VisualRows | None
+    seen_at: Tensor
+    wanted: Tensor
+
+
+@dataclass(slots=True)
+class ThinkerPrompt:
+    """A ``Prepared`` prompt of n positions.
+
+    Attributes:
+        ids: token ids [n].
+        axes: float32 [3, n]. ``delta`` is added to a later token's place to get its rope position.
+        heard_at, seen_at: int64, positions of audio and of image placeholders.
+        wanted: int64, positions of media placeholders in user turns.
+        user_grids: of the images among them.
+        sound, pictures: features; ``heard`` and ``seen`` are what the towers made of them.
+    """
+
+    ids: list[int]
+    axes: Axes
+    delta: float
+    heard_at: Any
+    seen_at: Any
+    wanted: Any
+    user_grids: tuple[Grid, ...] = ()
+    sound: Sound | None = None
+    pictures: Pictures | None = None
+    heard: Tensor | None = None
+    seen: VisualRows | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, piece: slice) -> Piece:
+        start, stop, _ = piece.indices(len(self.ids))
+        heard, seen = _inside(self.heard_at, start, stop), _inside(self.seen_at, start, stop)
+        visual = self.seen
+        if visual is not None:
+            visual = VisualRows(visual.rows[seen], tuple(rows[seen] for rows in visual.deepstack))
+        return Piece(
+            ids=self.ids[start:stop],
+            axes=self.axes[:, start:stop],
+            heard=None if self.heard is None else self.heard[heard],
+            heard_at=torch.from_numpy(self.heard_at[heard] - start),
+            seen=visual,
+            seen_at=torch.from_numpy(self.seen_at[seen] - start),
+            wanted=torch.from_numpy(self.wanted[_inside(self.wanted, start, stop)] - start),
+        )
+
+
+class PromptMaker:
+    """Prepares chats; holds the tokenizer and the ids of the checkpoint's config."""
+
+    def __init__(self, tokenizer: Any, config: Any, media: MediaReader, longest: int) -> None:
+        """Take what preparing needs.
+
+        Args:
+            tokenizer: of the checkpoint; its chat template is used if it has one.
+            config: transformers' ``Qwen3OmniMoeConfig``.
+            media: makes features.
+            longest: positions that a prompt may have at most; media beyond it is refused before it is computed.
+        """
+        thinker = config.thinker_config
+        self._tokenizer = tokenizer
+        self._template = tokenizer.chat_template or CHAT_TEMPLATE
+        self._media = media
+        self._longest = longest
+        self._im_start, self._user = config.im_start_token_id, config.user_token_id
+        self._layout = RopeLayout(
+            audio=thinker.audio_token_id,
+            image=thinker.image_token_id,
+            video=thinker.video_token_id,
+            per_second=thinker.position_id_per_seconds,
+            spatial_merge=thinker.vision_config.spatial_merge_size,
+        )
+        self._reserved = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+    def make(self, prompt: ChatPrompt) -> ThinkerPrompt:
+        """Prepare a chat.
+
+        Raises:
+            InvalidRequestError: a role or a medium that cannot be taken, a reserved token in a text, or too long sound.
+        """
+        self._refuse(prompt)
+        text = self._tokenizer.apply_chat_template(
+            prompt.templated(), chat_template=self._template, tokenize=False, add_generation_prompt=True
+        )
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        parts = prompt.media()
+        clips = [prompt.clips[part.index] for part in parts if part.kind == "audio"]
+        images = [prompt.images[part.index] for part in parts if part.kind == "image"]
+        sound = self._media.sound(clips) if clips else None
+        pictures = self._media.pictures(images) if images else None
+        grids = () if pictures is None else pictures.grids
+        counts = {
+            self._layout.audio: [] if sound is None else [audio_tokens(frames) for frames in sound.frames.tolist()],
+            self._layout.image: [grid.tokens(self._layout.spatial_merge) for grid in grids],
+        }
+        expanded = _expanded(ids, counts)
+        tokens = np.asarray(expanded)
+        positions = rope_positions(expanded, grids, self._layout)
+        audio, image = tokens == self._layout.audio, tokens == self._layout.image
+        users = self._in_user_turns(tokens)
+        return ThinkerPrompt(
+            ids=expanded,
+            axes=positions.axes,
+            delta=positions.delta,
+            heard_at=np.flatnonzero(audio),
+            seen_at=np.flatnonzero(image),
+            wanted=np.flatnonzero((audio | image) & users),
+            user_grids=self._user_grids(grids, users[image]),
+            sound=sound,
+            pictures=pictures,
+        )
+
+    def _refuse(self, prompt: ChatPrompt) -> None:
+        """Raise for what is known to fail before anything is computed."""
+        for message in prompt.templated():
+            for part in message["content"]:  # type: ignore[attr-defined]
+                for token in self._reserved:
+                    if token in part.get("text", ""):
+                        raise InvalidRequestError(f"a text holds the reserved token {token!r}", "messages")
+        if any(part.kind == "video" for part in prompt.media()):
+            raise InvalidRequestError("video parts are not supported by this server", "messages")
+        seconds = sum(len(clip.samples) / clip.sample_rate for clip in prompt.clips.values())
+        if seconds * 13 > self._longest:
+            raise InvalidRequestError(
+                f"{seconds:.0f} s of audio; this server takes at most {self._longest / 13:.0f} s in a chat", "messages"
+            )
+
+    def _in_user_turns(self, tokens: Any) -> Any:
+        """Bool [n]: whether a position lies in a user turn, from its ``<|im_start|>`` up to the next one."""
+        starts = np.flatnonzero(tokens == self._im_start)
+        roles = tokens[np.minimum(starts + 1, len(tokens) - 1)] == self._user
+        turn = np.cumsum(tokens == self._im_start) - 1
+        return (turn >= 0) & roles[np.maximum(turn, 0)]
+
+    def _user_grids(self, grids: Sequence[Grid], users: Any) -> tuple[Grid, ...]:
+        """The grids of images in user turns; ``users`` says so for each image placeholder of the prompt."""
+        firsts = np.cumsum([0, *(grid.tokens(self._layout.spatial_merge) for grid in grids)])
+        return tuple(grid for grid, first in zip(grids, firsts, strict=False) if users[first])
+
+
+def _inside(positions: Any, start: int, stop: int) -> slice:
+    """Which of ascending positions lie in ``start .. stop - 1``."""
+    first, last = np.searchsorted(positions, (start, stop))
+    return slice(int(first), int(last))
+
+
+def _expanded(ids: Sequence[int], counts: dict[int, list[int]]) -> list[int]:
+    """Every placeholder id repeated as often as its medium has rows."""
+    left = {token: iter(numbers) for token, numbers in counts.items()}
+    out: list[int] = []
+    for token in ids:
+        out.extend([token] * next(left[token]) if token in left else [token])
+    return out

@@ -1,0 +1,91 @@
+"""A request's body as it arrives: under a size limit, a deadline, and one bound on all bodies of this replica."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+
+from starlette.requests import Request
+
+from omni_ray.config.deploy import IngressConfig
+from omni_ray.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError
+
+MB = 2**20
+_SLOWEST_BYTES_PER_S = 10_000
+
+
+class Bodies:
+    """All bodies that this replica reads or decodes right now.
+
+    Attributes:
+        held: their bytes.
+    """
+
+    def __init__(self, config: IngressConfig) -> None:
+        self.config = config
+        self.held = 0
+        self._most = int(max(config.max_bodies_mb, config.max_body_mb) * MB)
+
+    @contextlib.contextmanager
+    def receive(self, request: Request) -> Iterator["Body"]:
+        """The body of ``request``. Its bytes count until the block ends, so its media are decoded inside."""
+        body = Body(request, self)
+        try:
+            yield body
+        finally:
+            self.held -= body.size
+
+    def add(self, size: int) -> None:
+        """Counts ``size`` more bytes; ``SaturatedError`` if they are too many."""
+        if self.held + size > self._most:
+            raise SaturatedError(f"this server already reads {self.held // MB} MB of request bodies")
+        self.held += size
+
+
+class Body:
+    """One request's body.
+
+    Attributes:
+        content_type: without parameters, lower case.
+        size: bytes that arrived so far.
+    """
+
+    def __init__(self, request: Request, bodies: Bodies) -> None:
+        self.headers = request.headers
+        self.content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        self.size = 0
+        self._request = request
+        self._bodies = bodies
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """What arrives.
+
+        Raises:
+            PayloadTooLargeError: as soon as the limit is passed, declared or not.
+            BodyTimeoutError: nothing came for ``body_idle_timeout_s``, or all of it came too slowly (C55).
+            SaturatedError: all bodies together are too large.
+        """
+        config = self._bodies.config
+        limit = int(config.max_body_mb * MB)
+        too_large = PayloadTooLargeError(f"the body exceeds the limit of {config.max_body_mb:g} MB")
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > limit:
+            raise too_large
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        async with contextlib.aclosing(self._request.stream()) as pieces:
+            while True:
+                since = min(loop.time(), started + self.size / _SLOWEST_BYTES_PER_S)
+                try:
+                    async with asyncio.timeout_at(since + config.body_idle_timeout_s):
+                        piece = await anext(pieces)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise BodyTimeoutError(
+                        f"the body stopped after {self.size} bytes, or came more slowly than 10 kB/s"
+                    ) from None
+                if self.size + len(piece) > limit:
+                    raise too_large
+                self._bodies.add(len(piece))
+                self.size += len(piece)
+                yield piece

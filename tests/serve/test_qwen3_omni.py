@@ -1,0 +1,174 @@
+"""``qwen3_omni`` on the tiny checkpoint, through real Ray Serve over HTTP: upstream's tokens, codes and samples."""
+
+import asyncio
+import base64
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from numpy.typing import NDArray
+
+from tests.conftest import Served, Serving, wait_until
+from tests.serve.test_ramp import heard, parse_sse
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "qwen3_omni"))
+from chats import CHATS, PICTURE_CHATS, RATE
+
+pytestmark = pytest.mark.weights
+
+TEXT_TOKENS, FRAMES = 14, 40
+KINDS = ("text", "several turns", "audio", "image")
+
+
+@dataclass
+class Reference:
+    """What the upstream model says in one piece: text tokens, codes, and one ``code2wav(codes)`` call's samples."""
+
+    text: str
+    samples: NDArray[np.float32]
+    messages: list[dict[str, Any]]
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """The chat as an OpenAI client would send it; sound as float WAV and images as PNG, which lose nothing."""
+    from PIL import Image
+
+    out = []
+    for message in prompt.messages:
+        parts: list[dict[str, Any]] = []
+        for part in message.content:
+            buffer = io.BytesIO()
+            if not hasattr(part, "index"):
+                parts.append({"type": "text", "text": part.text})
+            elif part.kind == "audio":
+                soundfile.write(buffer, prompt.clips[part.index].samples, RATE, format="WAV", subtype="FLOAT")
+                data = base64.b64encode(buffer.getvalue()).decode()
+                parts.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
+            else:
+                Image.fromarray(prompt.images[part.index].pixels).save(buffer, format="PNG")
+                url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+                parts.append({"type": "image_url", "image_url": {"url": url}})
+        out.append({"role": message.role, "content": parts})
+    return out
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from omni_ray.models.qwen3_omni.checkpoint import make_tiny
+
+    out = tmp_path_factory.mktemp("served") / "tiny"
+    make_tiny(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def references(tiny: Path) -> dict[str, Reference]:
+    return make_references(tiny, {**CHATS, **PICTURE_CHATS}, FRAMES)
+
+
+@torch.inference_mode()
+def make_references(tiny: Path, chats: Any, frames: int) -> dict[str, Reference]:
+    from test_thinker_parity import loaded, prefill, upstream_inputs
+    from transformers import AutoTokenizer, Qwen3OmniMoeForConditionalGeneration
+
+    torch.set_num_threads(2)
+    model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    thinker = loaded(tiny)
+    seen: list[Any] = []
+    decode = model.code2wav.chunked_decode
+    model.code2wav.chunked_decode = lambda codes, **more: (seen.append(codes), decode(codes, **more))[1]
+    found = {}
+    for kind in KINDS:
+        prompt = chats[kind]
+        asked = prefill(thinker, prompt, 0)[2][0]
+        thinker.release(0)
+        sequences, _ = model.generate(
+            **upstream_inputs(tiny, prompt, asked.token_ids),
+            speaker="ethan",
+            return_audio=True,
+            thinker_max_new_tokens=TEXT_TOKENS,
+            thinker_eos_token_id=model.config.im_end_token_id,
+            thinker_do_sample=False,
+            talker_do_sample=False,
+            talker_max_new_tokens=frames + 1,
+        )
+        answer = sequences[0, len(asked.token_ids) :]
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        samples = model.code2wav(seen[-1])[0, 0].numpy()
+        found[kind] = Reference(text, samples, messages_of(prompt))
+    return found
+
+
+def config(tiny: Path, replicas: int, frames: int = FRAMES, **talker: Any) -> dict[str, Any]:
+    one = {"deployment": {"num_replicas": replicas}}
+    small = {"max_num_seqs": 17, "max_model_len": 600, "threads": 1}
+    return {
+        "model": str(tiny),
+        "stages": {
+            "thinker": {**one, "engine": {**small, "dtype": "float32"}, "sampling": {"max_tokens": TEXT_TOKENS}},
+            "talker": {
+                **one,
+                "engine": {**small, "dtype": "float32", **talker},
+                "sampling": {"temperature": 0, "repetition_penalty": 1.05, "max_tokens": frames},
+            },
+            "code2wav": one,
+        },
+    }
+
+
+def body(messages: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "qwen3_omni",
+        "messages": messages,
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "Ethan", "format": "pcm16"},
+        "stream": True,
+        "temperature": 0,
+        **more,
+    }
+
+
+def check(reference: Reference, pcm: bytes, text: str) -> None:
+    """Text equal; every sample there, once, and within rounding of upstream's."""
+    assert text == reference.text
+    got = np.frombuffer(pcm, "<i2").astype(np.float64) / 32767
+    assert len(got) == len(reference.samples)
+    tolerance = 1e-5 * np.abs(reference.samples).max() + 0.51 / 32767
+    assert np.abs(got - reference.samples).max() <= tolerance
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_streams_equal_upstream(
+    serving: Serving, tiny: Path, references: dict[str, Reference], replicas: int
+) -> None:
+    """Text, several turns, sound and image: alone and all at once, streamed and not, greedy text, codes, waveform."""
+    app: Served = serving("qwen3_omni", config(tiny, replicas))
+
+    async def ask(client: Any, kind: str, stream: bool) -> None:
+        reference = references[kind]
+        response = await client.post("/v1/chat/completions", json=body(reference.messages, stream=stream))
+        assert response.status_code == 200, response.text
+        if stream:
+            check(reference, *heard(parse_sse(response.text)))
+            return
+        message = response.json()["choices"][0]["message"]
+        check(reference, base64.b64decode(message["audio"]["data"]), message["content"])
+
+    async with app.async_client(timeout=120) as client:
+        for kind in KINDS:
+            await ask(client, kind, True)
+        await asyncio.gather(*(ask(client, kind, stream) for kind in KINDS for stream in (True, False)))
+        voices = (await client.get("/v1/audio/voices")).json()
+        assert "ethan" in str(voices)
+        unknown = await client.post(
+            "/v1/chat/completions", json=body(references["text"].messages, audio={"voice": "nobody", "format": "pcm16"})
+        )
+        assert unknown.status_code == 400
+    await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()), 3)
