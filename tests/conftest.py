@@ -55,12 +55,15 @@ class Served:
             return pool.submit(ask).result()
 
     def ongoing(self) -> dict[str, int]:
-        """Requests alive in each stage, over all its replicas."""
-        counts = {
+        """Requests alive in each stage and the ingress, over all replicas."""
+        return {**self.working(), "ingress": sum(self._ask_all("ingress", "active"))}
+
+    def working(self) -> dict[str, int]:
+        """The same without the ingress."""
+        return {
             stage: sum(s.ongoing + s.engine.running + s.engine.queued for s in self.states(stage))
             for stage in self.stages()
         }
-        return {**counts, "ingress": sum(self._ask_all("ingress", "active"))}
 
     def stages(self) -> list[str]:
         from ray import serve

@@ -175,7 +175,7 @@ async def test_a_killed_ingress_stops_the_graph(app: Served) -> None:
         await asyncio.sleep(0.3)
         await kill(app, "ingress")
         await asyncio.sleep(1.0)
-        assert not any(app.ongoing().values()), "stages still work one second after the ingress died"
+        assert not any(app.working().values()), "stages still work one second after the ingress died"
         with contextlib.suppress(httpx.HTTPError):
             assert "[DONE]" not in (await running).text
 

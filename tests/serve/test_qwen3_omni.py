@@ -3,7 +3,10 @@
 import asyncio
 import base64
 import io
+import os
+import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from chats import CHATS, PICTURE_CHATS, RATE
 pytestmark = pytest.mark.weights
 
 TEXT_TOKENS, FRAMES = 14, 40
-KINDS = ("text", "several turns", "audio", "image")
+KINDS = ("text", "several turns", "audio", "image", "audio and image")
 
 
 @dataclass
@@ -69,11 +72,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(tiny: Path) -> dict[str, Reference]:
-    return make_references(tiny, {**CHATS, **PICTURE_CHATS}, FRAMES)
+    return make_references(tiny, KINDS, FRAMES)
 
 
 @torch.inference_mode()
-def make_references(tiny: Path, chats: Any, frames: int) -> dict[str, Reference]:
+def make_references(tiny: Path, kinds: Sequence[str], frames: int) -> dict[str, Reference]:
     from test_thinker_parity import loaded, prefill, upstream_inputs
     from transformers import AutoTokenizer, Qwen3OmniMoeForConditionalGeneration
 
@@ -84,9 +87,11 @@ def make_references(tiny: Path, chats: Any, frames: int) -> dict[str, Reference]
     seen: list[Any] = []
     decode = model.code2wav.chunked_decode
     model.code2wav.chunked_decode = lambda codes, **more: (seen.append(codes), decode(codes, **more))[1]
+    # upstream cannot place sound beside an image in the talker without this: its talker config lacks the field
+    model.talker.config.audio_config = model.config.thinker_config.audio_config
     found = {}
-    for kind in KINDS:
-        prompt = chats[kind]
+    for kind in kinds:
+        prompt = {**CHATS, **PICTURE_CHATS}[kind]
         asked = prefill(thinker, prompt, 0)[2][0]
         thinker.release(0)
         sequences, _ = model.generate(
@@ -172,3 +177,94 @@ async def test_streams_equal_upstream(
         )
         assert unknown.status_code == 400
     await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()), 3)
+
+
+async def test_more_than_300_frames(serving: Serving, tiny: Path) -> None:
+    """Upstream's own ``chunked_decode`` loses samples beyond 300 frames; ours equals one call."""
+    frames = 320
+    app = serving("qwen3_omni", config(tiny, 1, frames, base_frames=400))
+    reference = make_references(tiny, ("text",), frames)["text"]
+    assert len(reference.samples) == 1920 * frames - 555
+    async with app.async_client(timeout=120) as client:
+        response = await client.post("/v1/chat/completions", json=body(reference.messages))
+        check(reference, *heard(parse_sse(response.text)))
+
+
+async def test_whole_inputs_give_the_same_samples(serving: Serving, tiny: Path) -> None:
+    """``async_chunk: false``: the talker waits for all text, and says the same."""
+    pcm = {}
+    for chunked in (True, False):
+        app = serving("qwen3_omni", {**config(tiny, 1), "async_chunk": chunked})
+        async with app.async_client(timeout=120) as client:
+            messages = messages_of(CHATS["text"])
+            pcm[chunked] = heard(parse_sse((await client.post("/v1/chat/completions", json=body(messages))).text))
+    assert pcm[True] == pcm[False]
+
+
+async def test_short_and_ended_answers(serving: Serving, tiny: Path, references: dict[str, Reference]) -> None:
+    """C52, C57, C23: one token, two tokens, a cut talker; one finish reason after everything, one end."""
+    app = serving("qwen3_omni", config(tiny, 1))
+    async with app.async_client(timeout=120) as client:
+        for tokens in (1, 2, 5):
+            response = await client.post(
+                "/v1/chat/completions", json=body(references["text"].messages, max_tokens=tokens)
+            )
+            chunks = parse_sse(response.text)
+            reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]]
+            assert reasons == ["length"]
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            assert references["text"].text.startswith(heard(chunks)[1])
+        zero = await client.post("/v1/chat/completions", json=body(references["text"].messages, max_tokens=0))
+        assert zero.status_code == 400
+
+
+async def test_a_seed_gives_the_same_bytes_alone_and_in_a_crowd(serving: Serving, tiny: Path) -> None:
+    """Deterministic mode (C38): a sampled, seeded answer is the same among 16 others as alone; another seed differs."""
+    deploy = config(tiny, 1)
+    for stage in ("thinker", "talker"):
+        deploy["stages"][stage]["engine"]["deterministic"] = True
+    deploy["stages"]["code2wav"] = {"engine": {"deterministic": True, "max_num_seqs": 17}}
+    deploy["stages"]["talker"]["sampling"] = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
+    app = serving("qwen3_omni", deploy)
+
+    async def ask(client: Any, text: str, seed: int) -> tuple[bytes, str]:
+        asked = body([{"role": "user", "content": text}], seed=seed, temperature=1.0, max_tokens=6)
+        response = await client.post("/v1/chat/completions", json=asked)
+        assert response.status_code == 200, response.text
+        return heard(parse_sse(response.text))
+
+    async with app.async_client(timeout=200) as client:
+        alone = await ask(client, "Hello, how are you today?", 7)
+        crowd = [ask(client, f"Tell me about {k} " + "words " * k, k) for k in range(100, 116)]
+        among, *_ = await asyncio.gather(ask(client, "Hello, how are you today?", 7), *crowd)
+        assert among == alone
+        assert alone[0]
+        assert await ask(client, "Hello, how are you today?", 8) != alone
+
+
+async def test_a_killed_talker_fails_only_its_own_requests(
+    serving: Serving, tiny: Path, references: dict[str, Reference]
+) -> None:
+    """Two talkers; one dies under load. Its requests get a proper error, the others and the next ones are right."""
+    app = serving("qwen3_omni", config(tiny, 2))
+    reference = references["text"]
+
+    async def ask(client: Any) -> str:
+        response = await client.post("/v1/chat/completions", json=body(reference.messages))
+        if response.status_code != 200:
+            assert response.status_code == 503
+            return "refused"
+        chunks = parse_sse(response.text)
+        if "error" in chunks[-1]:
+            assert chunks[-1]["error"]["code"] == 503
+            return "error"
+        check(reference, *heard(chunks))
+        return "right"
+
+    async with app.async_client(timeout=120) as client:
+        running = [asyncio.create_task(ask(client)) for _ in range(8)]
+        await asyncio.to_thread(wait_until, lambda: sum(s.ongoing for s in app.states("talker")) > 3, 20)
+        os.kill(app.pids("talker")[0], signal.SIGKILL)
+        outcomes = await asyncio.gather(*running)
+        assert "right" in outcomes
+        assert await ask(client) == "right"

@@ -510,9 +510,9 @@ variant: thinking
             "F: streaming: must be a mapping with keys coalesce_ms, inline_bytes, window_mb, first_chunk_timeout_s, "
             "idle_timeout_s, got 20",
             "F: ingress: must be a mapping with keys deployment, max_concurrent_requests, max_audio_seconds, "
-            "max_input_audio_seconds, max_body_mb, max_audio_mb, max_messages, max_text_chars, max_speech_chars, "
-            "max_request_text_chars, max_media_parts, body_idle_timeout_s, max_bodies_mb, api_keys_env, grace_s, "
-            "retry, got 8000",
+            "max_input_audio_seconds, max_body_mb, max_audio_mb, max_image_mpixels, max_messages, max_text_chars, "
+            "max_speech_chars, max_request_text_chars, max_media_parts, body_idle_timeout_s, max_bodies_mb, "
+            "api_keys_env, grace_s, retry, got 8000",
         ],
     ),
 }

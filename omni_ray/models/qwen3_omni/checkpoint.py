@@ -35,13 +35,14 @@ def make_tiny(out: Path, seed: int = 0) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
+    from omni_ray.models.qwen3_omni.compat import BUILDING
     from omni_ray.models.qwen3_omni.tokens import REAL_TOKENS, tiny_tokenizer, token_id
     from omni_ray.models.qwen3_omni.weights import initialise_experts
 
     tokenizer = tiny_tokenizer()
     token_id(tokenizer, "\n")
     config = Qwen3OmniMoeConfig(**tiny_config(lambda text: token_id(tokenizer, text), len(tokenizer)))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with BUILDING, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = Qwen3OmniMoeForConditionalGeneration(config).eval().float()
         initialise_experts(model.talker, STD, seed)

@@ -3,8 +3,7 @@
 transformers' ``Qwen3OmniMoeCode2Wav`` decodes one whole tensor of codes. It looks back in two kinds of places only: the
 attention of its pre-transformer (the last ``sliding_window`` frames, in each layer) and its convolutions (the last few
 inputs of each). Here both kinds of modules are replaced by ones that carry that past from call to call; weights, their
-names and everything else stay upstream's (MODEL-INV-003). Nothing is decoded twice, so small chunks cost per frame what
-large ones do.
+names and everything else stay upstream's (MODEL-INV-003). Nothing is decoded twice.
 
 What each call gives: a transposed convolution needs the input after the one it stands at, so each of the four lacks its
 last stride of outputs until the next input comes. Together they lag ``tail_samples`` (555) behind: n frames decode to

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeTalkerForConditionalGeneration
-from transformers.initialization import no_init_weights
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
@@ -21,6 +20,7 @@ from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.types import Request
 from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, SlotTalker
 from omni_ray.models.qwen3_omni.talker_prompt import Markers, PromptRows, media_tensor, talker_ids
@@ -267,10 +267,13 @@ class Qwen3OmniTalker(CodecLM):
 
 def _module(config: Any, dtype: torch.dtype, deterministic: bool, random: bool) -> Any:
     """The module of transformers; its weights are to be filled, or are random."""
-    kwargs = {"dtype": dtype, "experts_implementation": "batched_mm" if deterministic else "eager"}
+    module = build(
+        Qwen3OmniMoeTalkerForConditionalGeneration,
+        config,
+        dtype,
+        initialise=random,
+        experts="batched_mm" if deterministic else "eager",
+    )
     if random:
-        module = Qwen3OmniMoeTalkerForConditionalGeneration._from_config(config, **kwargs)
         initialise_experts(module, config.initializer_range)
-        return module
-    with no_init_weights():
-        return Qwen3OmniMoeTalkerForConditionalGeneration._from_config(config, **kwargs)
+    return module

@@ -194,9 +194,12 @@ class Qwen3OmniThinker(ARModel):
         self._prompts[slot], self._rows[slot] = None, []
 
     def probes(self) -> Sequence[Probe]:
-        """Two texts, one longer than a prefill piece."""
-        texts = ("Hello", "one two three four five six seven eight nine ten " * 6)
-        return [Probe(ChatPrompt((Message("user", (TextPart(text),)),))) for text in texts]
+        """Texts of different lengths, one of them longer than a prefill piece, as far as they fit."""
+        options = self.context.options
+        assert isinstance(options, AROptions)
+        texts = ("Hello", "one two three four five", "six seven eight nine ten " * 40)
+        chats = [ChatPrompt((Message("user", (TextPart(text),)),)) for text in texts]
+        return [Probe(chat) for chat in chats if len(self.encode(chat)) < options.max_model_len - 8]
 
     def _parts(self, config: Any, dtype: torch.dtype) -> ThinkerParts:
         dummy = self.context.load_format == "dummy"

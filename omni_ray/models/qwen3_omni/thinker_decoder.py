@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextMLP
 
+from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, attend_alike, rounded_up
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -58,12 +60,14 @@ class ThinkerDecoder:
             head: output projection [vocabulary, hidden].
             slots: rows of the cache.
             length: places per slot.
-            fixed: compute every expert for every token, so that no shape depends on the routing.
+            fixed: shapes in which a row's numbers do not depend on the others (``engine.fixed_shapes``): slots and
+                length are rounded up, and every expert is computed for every token, whatever the routing.
         """
         config = text_model.config
         assert not config.attention_bias
         assert config.hidden_act == "silu"
-        self.slots, self.length = slots, length
+        self.slots = rounded_up(slots, ELEMENTS) if fixed else slots
+        self.length = rounded_up(length, POSITIONS) if fixed else length
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         self.embedding: Tensor = text_model.embed_tokens.weight.detach()
@@ -73,7 +77,7 @@ class ThinkerDecoder:
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self._fixed = fixed
         self._rotary = text_model.rotary_emb
-        shape = (len(self.layers), slots * length, 2 * self.groups, self.head_dim)
+        shape = (len(self.layers), self.slots * self.length, 2 * self.groups, self.head_dim)
         self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)  # untouched zeros take no memory on a CPU
 
     def forward(
@@ -108,6 +112,7 @@ class ThinkerDecoder:
         # A group's heads go into the query axis, [n, g, per_group * t, d]: no key is copied per head.
         visible = (torch.arange(reach, device=x.device) <= places[:, :, None])[:, None].repeat(1, 1, per_group, 1)
         mask = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
+        attend = attend_alike if self._fixed else F.scaled_dot_product_attention
         captured = None
         for number, (layer, kv) in enumerate(zip(self.layers, self.kv, strict=True)):
             qkv = F.linear(self._normed(x, layer.attention_norm), layer.qkv).view(n, t, -1, d)
@@ -117,7 +122,7 @@ class ThinkerDecoder:
             kv.index_copy_(0, where, torch.cat((k, v), 2).flatten(0, 1))
             known = kv.view(self.slots, self.length, 2 * g, d)[rows.start : rows.stop, :reach].transpose(1, 2)
             q = q.reshape(n, t, g, per_group, d).permute(0, 2, 3, 1, 4).reshape(n, g, per_group * t, d)
-            y = F.scaled_dot_product_attention(q, known[:, :g], known[:, g:], attn_mask=mask)
+            y = attend(q, known[:, :g], known[:, g:], mask)
             y = y.reshape(n, g, per_group, t, d).permute(0, 3, 1, 2, 4).reshape(n, t, self.heads * d)
             x = x + F.linear(y, layer.attention_out)
             normed = self._normed(x, layer.mlp_norm)
