@@ -124,7 +124,7 @@ async def test_pictures_and_sound_reach_the_stages_in_order():
 
 async def test_what_is_no_picture_is_refused():
     pytest.importorskip("PIL")
-    for data in (wav(np.zeros(99)), b"plain text", picture(9, 9)[:-20], picture(9, 9)[:20], picture(4, 4, "BMP")):
+    for data in (wav(np.zeros(99)), b"plain text", picture(9, 9)[:120], picture(9, 9)[:20], picture(4, 4, "BMP")):
         fake = FakeDispatcher(SEEING, text("ok"))
         error = check_error(await post(fake, chat(image_part(data))), 400, "messages[0].content[0].image_url.url")
         assert "not a decodable picture" in error["message"]
