@@ -65,12 +65,17 @@ def run(*words: str, env: dict[str, str], timeout: float = 120) -> str:
     return done.stdout
 
 
-def answers(url: str) -> bool:
+HTTP_PORT = free_port()
+"""Of the second cluster: Serve keeps the port that it was started with."""
+
+
+def answers(url: str, pipeline: str = "ramp") -> bool:
     try:
-        response = httpx.post(f"{url}/v1/audio/speech", json=speech(), timeout=10)
+        response = httpx.post(f"{url}/v1/audio/speech", json=speech(model=pipeline, voice="alloy"), timeout=10)
     except httpx.HTTPError:
         return False
-    return response.status_code == 200 and response.content == oracle.pcm(TEXT)
+    right = response.content == oracle.pcm(TEXT) if pipeline == "ramp" else len(response.content) > 10_000
+    return response.status_code == 200 and right
 
 
 @contextmanager
@@ -91,14 +96,16 @@ def in_background(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen
             process.wait(60)
 
 
-def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", ["ramp", pytest.param("voice_chat", marks=pytest.mark.weights)])
+def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path, pipeline: str) -> None:
     """C67: ``serve build graphs.built:x`` and ``omni-ray build x`` validate, deploy and answer."""
     from ray.serve.schema import ServeDeploySchema
 
-    port = free_port()
+    port = HTTP_PORT
     built, ours = tmp_path / "built.yaml", tmp_path / "ours.yaml"
-    run("serve", "build", "graphs.built:ramp", "-o", str(built), env=head)
-    run("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml", "-o", str(ours), env=head)
+    quick = ["deploy_config=deploy_configs/ramp.yaml"] if pipeline == "ramp" else []
+    run("serve", "build", f"graphs.built:{pipeline}", "-o", str(built), env=head)
+    run("omni-ray", "build", pipeline, *quick, "-o", str(ours), env=head)
     for file in (ours, built):
         config = yaml.safe_load(file.read_text())
         ServeDeploySchema.model_validate(config)
@@ -108,7 +115,7 @@ def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path) -> None:
         config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
         file.write_text(yaml.safe_dump(config))
         run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 60)
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}", pipeline), 90)
 
 
 def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> None:
