@@ -6,7 +6,7 @@ The engines, processors and stage runs are the ones that Ray Serve runs; only th
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 
 import uvicorn
 
@@ -28,6 +28,7 @@ class LocalClient:
     """A ``StageClient`` whose stage lives in this process."""
 
     def __init__(self, parts: StageParts) -> None:
+        self.stage = parts.stage.name
         self._parts = parts
 
     async def stream(self, envelope: Envelope) -> AsyncGenerator[Received, None]:
@@ -54,6 +55,9 @@ class LocalDispatcher:
 
     def plan(self, outputs: Collection[OutputKind], parts: Collection[RequestPart]) -> Plan:
         return make_plan(self.pipeline, outputs, parts)
+
+    def admitted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def stream(
         self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
