@@ -120,27 +120,25 @@ class Dispatcher:
         await self._started()
         envelope = Envelope(request, plan, await store_clips(clips, self._streaming.inline_bytes), traceparent)
         complete = begun = False
+        retries = 1 if self.config.retry else 0
         try:
-            async with aclosing(self._attempt(envelope)) as events:
-                async for event in events:
-                    begun = True
-                    if event is not None:
-                        yield event
-            complete = True
-        except ReplicaDiedError as error:
-            if begun or not self.config.retry:
-                raise
-            logger.warning("request %s is tried once more: %s", request.request_id, error)
+            while not complete:
+                try:
+                    async with aclosing(self._attempt(envelope)) as events:
+                        async for event in events:
+                            begun = True
+                            if event is not None:
+                                yield event
+                    complete = True
+                except ReplicaDiedError as error:
+                    if begun or not retries:
+                        raise
+                    retries -= 1
+                    logger.warning("request %s is tried once more: %s", request.request_id, error)
+                    envelope = replace(envelope, request=replace(request, attempt=request.attempt + 1))
         finally:
             if envelope.holds_refs() and not complete:
                 self._collector.soon()
-        if complete:
-            return
-        envelope = replace(envelope, request=replace(request, attempt=request.attempt + 1))
-        async with aclosing(self._attempt(envelope)) as events:
-            async for event in events:
-                if event is not None:
-                    yield event
 
     async def _started(self) -> None:
         """Let the first round of pings come in: a new ingress replica of a running application knows within moments."""

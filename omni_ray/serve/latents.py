@@ -7,7 +7,7 @@ path, is awaited by the consumer and dropped there. Nothing frees explicitly: dr
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import ray
@@ -17,8 +17,8 @@ from omni_ray.engine.types import AudioClip, Chunk, Clip, LatentChunk, Output
 from omni_ray.serve.events import OutputEvent, StoredClip
 
 
-def large(output: Output, inline_bytes: int) -> bool:
-    """Whether this output should cross as a ref."""
+def large(output: Output, inline_bytes: int) -> TypeGuard[LatentChunk]:
+    """Whether this output is a latent that should cross as a ref."""
     return isinstance(output, LatentChunk) and output.rows.nbytes > inline_bytes
 
 

@@ -10,7 +10,7 @@ upstream of it now travels. So a second consumer of a stage reads it from the tr
 """
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,10 +68,7 @@ class Plan:
 
     def upstream(self, name: str) -> frozenset[str]:
         """``name`` and every stage whose outputs can reach it."""
-        found = {name}
-        for called in self.stage(name).calls:
-            found |= self.upstream(called)
-        return frozenset(found)
+        return _upstream(name, {stage.name: stage.calls for stage in self.stages})
 
     def names(self) -> tuple[str, ...]:
         """Stages in the order data flows."""
@@ -157,19 +154,16 @@ def _walk(pipeline: PipelineConfig, choice: _Choice, outputs: tuple[tuple[Output
     stages = []
     for i, stage in enumerate(order):
         later = {edge.source for after in order[i + 1 :] for edge in fed[after.name]}
-        feeds = frozenset(_upstream(stage.name, calls) & later)
+        feeds = _upstream(stage.name, calls) & later
         by_reference = bool(feeds & referenced)
         stages.append(PlanStage(stage.name, choice[stage.name], calls[stage.name], feeds, by_reference))
     by_need = sorted(order, key=lambda s: (not s.owns_tokenizer, s.execution_type != StageExecutionType.LLM_AR))
     return Plan(ends[0], outputs, tuple(stages), by_need[0].name)
 
 
-def _upstream(name: str, calls: dict[str, tuple[str, ...]]) -> set[str]:
+def _upstream(name: str, calls: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
     """``name`` and every stage whose outputs can reach it."""
-    found = {name}
-    for called in calls[name]:
-        found |= _upstream(called, calls)
-    return found
+    return frozenset({name}).union(*(_upstream(called, calls) for called in calls[name]))
 
 
 def all_plans(pipeline: PipelineConfig) -> list[Plan]:

@@ -21,7 +21,6 @@ from omni_ray.engine.types import (
     Chunk,
     Clip,
     Finish,
-    LatentChunk,
     Output,
     Request,
     TextChunk,
@@ -149,8 +148,7 @@ class StageRun:
     async def _send(self, stage: str, output: Output) -> None:
         if not self._wanted(stage, output):
             return
-        inline_bytes = self._parts.streaming.inline_bytes
-        if self._end is not None and isinstance(output, LatentChunk) and large(output, inline_bytes):
+        if self._end is not None and large(output, self._parts.streaming.inline_bytes):
             if stage not in self._texts:
                 await self._end.acquire(output.rows.nbytes)
             else:  # waiting would delay the text that comes after it; max_tokens bounds what can pile up
