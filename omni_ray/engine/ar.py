@@ -15,7 +15,7 @@ from omni_ray.engine.ar_model import ARModel, CodecLM, SlotModel
 from omni_ray.engine.ar_row import Steps
 from omni_ray.engine.ar_stream import RowStream
 from omni_ray.engine.ar_text import TextSteps
-from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume
+from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume, only_input
 from omni_ray.engine.options import AROptions, CodecLMOptions
 from omni_ray.engine.types import Finish, Output, Request
 from omni_ray.errors import ConfigError, StageFailedError
@@ -109,7 +109,7 @@ class AREngine(Engine):
             stream.fail(error)
 
     async def _read_feed(self, stream: RowStream, inputs: Mapping[str, AsyncIterator[Any]]) -> None:
-        async with aclosing(_source(inputs)) as items:
+        async with aclosing(only_input(inputs)) as items:
             opened = False
             async for item in items:
                 if opened:
@@ -150,9 +150,3 @@ def _steps(stage: str, model: SlotModel, options: AROptions) -> Steps:
     if not isinstance(options, CodecLMOptions):
         raise ConfigError([f"stage {stage!r}: a codec LM needs engine_options CodecLMOptions, not {type(options)}"])
     return FrameSteps(model, options)
-
-
-def _source(inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
-    """The only input; typed loosely, because ``AsyncIterator`` does not declare the ``aclose`` that ours have."""
-    (source,) = inputs.values()
-    return source

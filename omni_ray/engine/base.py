@@ -93,3 +93,9 @@ class Engine(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Free everything; running requests fail."""
+
+
+def only_input(inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
+    """The only input; typed loosely, because ``AsyncIterator`` does not declare the ``aclose`` that ours have."""
+    (source,) = inputs.values()
+    return source

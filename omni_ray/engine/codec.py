@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.admission import Admission
-from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume
+from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume, only_input
 from omni_ray.engine.batches import Batches, BatchLengthError
 from omni_ray.engine.options import CodecOptions
 from omni_ray.engine.rechunk import Rechunker, Units, array_of
@@ -207,7 +207,10 @@ class CodecEngine(Engine):
         async with self._admission.place(request):
             state = self._codec.open(request)
             try:
-                async with aclosing(_source(inputs)) as source, aclosing(_chunks(source, Rechunker(sizes))) as chunks:
+                async with (
+                    aclosing(only_input(inputs)) as source,
+                    aclosing(_chunks(source, Rechunker(sizes))) as chunks,
+                ):
                     async for chunk, last in chunks:
                         samples = await self._batches.submit(DecodeItem(state, chunk, last))
                         units += len(array_of(chunk))
@@ -241,12 +244,6 @@ class CodecEngine(Engine):
         if not np.isfinite(samples).all():
             raise NonFiniteAudioError(f"stage {stage} produced samples that are not finite")
         return samples
-
-
-def _source(inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
-    """The only input; typed loosely, because ``AsyncIterator`` does not declare the ``aclose`` that ours have."""
-    (source,) = inputs.values()
-    return source
 
 
 async def _chunks(source: AsyncIterator[Units], rechunker: Rechunker) -> AsyncGenerator[tuple[Units, bool], None]:
