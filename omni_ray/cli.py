@@ -90,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _application(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pipeline", help="a name that `omni-ray list` shows")
+    parser.add_argument(
+        "pipeline",
+        metavar="pipeline_or_model",
+        help="a name that `omni-ray list` shows, or a checkpoint directory or hub id, for which the pipeline is chosen",
+    )
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="model=DIR_OR_HUB_ID deploy_config=FILE served_model_name=ID"
     )
@@ -125,7 +129,7 @@ def _list(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from omni_ray.serve.report import plan_report
 
-    report = plan_report(args.pipeline, parse_arguments(args.arguments))
+    report = plan_report(*_chosen(args))
     print(report.as_json() if args.json else report.as_text())
     return 0
 
@@ -136,8 +140,9 @@ def _build(args: argparse.Namespace) -> int:
     from omni_ray.serve.config_file import serve_config
     from omni_ray.serve.resolve import app_args, resolve
 
-    arguments = app_args(parse_arguments(args.arguments))
-    text = yaml.safe_dump(serve_config(resolve(args.pipeline, arguments), arguments), sort_keys=False)
+    name, given = _chosen(args)
+    arguments = app_args(given)
+    text = yaml.safe_dump(serve_config(resolve(name, arguments), arguments), sort_keys=False)
     if args.output is None:
         print(text, end="")
         return 0
@@ -175,9 +180,10 @@ def _checkpoint(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from omni_ray.serve.local import serve_here
 
+    name, given = _chosen(args)
     return serve_here(
-        args.pipeline,
-        parse_arguments(args.arguments),
+        name,
+        given,
         host=args.host,
         port=args.port,
         address=args.address,
@@ -195,6 +201,20 @@ def _doctor(args: argparse.Namespace) -> int:
         for finding in findings:
             print(finding.as_line())
     return 1 if any(f.status == "bad" for f in findings) else 0
+
+
+def _chosen(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """The pipeline and its arguments; a checkpoint in the pipeline's place becomes ``model=``, and we say why."""
+    from omni_ray.selection import select
+
+    given = parse_arguments(args.arguments)
+    selection = select(args.pipeline)
+    if selection.model is not None:
+        if "model" in given:
+            raise ConfigError([f"argument 'model': {args.pipeline} is the model already; name a pipeline or drop it"])
+        print(f"{selection.model}: pipeline {selection.pipeline}, by {selection.reason}", file=sys.stderr)
+        given["model"] = selection.model
+    return selection.pipeline, given
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, str]:

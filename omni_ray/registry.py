@@ -144,37 +144,16 @@ def load_pipeline(name: str, model: str | None = None, variant: Mapping[str, Any
 
 def _by_alias(name: str) -> str | None:
     """The registry name of the pipeline with this alias. A resolver's aliases are those of its default variant."""
-    fits = [registered for registered, path in OMNI_PIPELINES.items() if name in _declared(path, {}).aliases]
+    fits = [registered for registered, path in OMNI_PIPELINES.items() if name in declared_at(path, {}).aliases]
     if len(fits) > 1:
         raise ConfigError([f"{name!r} is an alias of several pipelines: {', '.join(sorted(fits))}"])
     return fits[0] if fits else None
 
 
-def _declared(path: str, hf_config: Mapping[str, Any]) -> PipelineConfig:
+def declared_at(path: str, hf_config: Mapping[str, Any]) -> PipelineConfig:
+    """What ``OMNI_PIPELINES`` names by ``path``; a resolver is called with ``hf_config``."""
     declared: PipelineConfig | Resolver = import_dotted(path)
     return declared if isinstance(declared, PipelineConfig) else declared(hf_config)
-
-
-def select_pipeline(model: str) -> str:
-    """The registered pipeline for a checkpoint directory: by architecture, then by the directory's basename.
-
-    Raises:
-        ConfigError: nothing or more than one pipeline fits; the message says what was looked at.
-    """
-    load_plugins()
-    hf_config = read_hf_config(model)
-    architectures = tuple(hf_config.get("architectures") or ())
-    basename = Path(model).name
-    fits: list[str] = []
-    for name, path in sorted(OMNI_PIPELINES.items()):
-        config = _declared(path, hf_config)
-        if set(config.hf_architectures) & set(architectures) or basename in config.checkpoint_basenames:
-            fits.append(name)
-    if len(fits) != 1:
-        seen = f"architectures {list(architectures)}, directory name {basename!r}"
-        what = f"several pipelines fit: {', '.join(fits)}" if fits else "no pipeline fits"
-        raise ConfigError([f"model {model!r} ({seen}): {what}; name one: {', '.join(sorted(OMNI_PIPELINES))}"])
-    return fits[0]
 
 
 def read_hf_config(model: str) -> dict[str, Any]:
@@ -192,10 +171,12 @@ def read_hf_config(model: str) -> dict[str, Any]:
         except Exception as error:  # the hub client raises many unrelated types
             raise ConfigError([f"model {model!r}: config.json cannot be fetched from the hub: {error}"]) from error
     try:
-        loaded: dict[str, Any] = json.loads(path.read_text())
+        loaded = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         node = os.uname().nodename
         raise ConfigError([f"model {model!r}: cannot read {path} on node {node!r}: {error}"]) from error
+    if not isinstance(loaded, dict):
+        raise ConfigError([f"model {model!r}: {path} must hold a mapping, got {type(loaded).__name__}"])
     return loaded
 
 

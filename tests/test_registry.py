@@ -28,7 +28,6 @@ from omni_ray.registry import (
     read_hf_config,
     register_extras,
     register_pipeline,
-    select_pipeline,
 )
 
 
@@ -143,7 +142,7 @@ def test_broken_declaration_is_refused_with_all_its_problems(module: types.Modul
 
 
 class TestCheckpoints:
-    """Selecting a pipeline for a checkpoint directory."""
+    """Resolving a pipeline for a checkpoint directory."""
 
     @pytest.fixture
     def checkpoint(self, tmp_path) -> Callable[..., str]:
@@ -154,30 +153,6 @@ class TestCheckpoints:
             return str(directory)
 
         return make
-
-    def test_by_architecture(self, module, checkpoint):
-        add(module, pipeline("arch", hf_architectures=("ArchForAll",)), "arch")
-        assert select_pipeline(checkpoint("anything", architectures=["ArchForAll"])) == "arch"
-
-    def test_by_basename(self, module, checkpoint):
-        """Checkpoints without ``model_type`` are told by their directory's name."""
-        add(module, pipeline("base", checkpoint_basenames=("MOSS-TTS-Nano",)), "base")
-        assert select_pipeline(checkpoint("MOSS-TTS-Nano")) == "base"
-
-    def test_null_architectures(self, module, checkpoint):
-        add(module, pipeline("base", checkpoint_basenames=("X",)), "base")
-        assert select_pipeline(checkpoint("X", architectures=None)) == "base"
-
-    def test_ambiguity_is_an_error(self, module, checkpoint):
-        add(module, pipeline("one", hf_architectures=("A",)), "one")
-        add(module, pipeline("two", checkpoint_basenames=("ckpt",)), "two")
-        (line,) = problems(lambda: select_pipeline(checkpoint("ckpt", architectures=["A"])))
-        assert "several pipelines fit: one, two; name one: " in line
-        assert "architectures ['A'], directory name 'ckpt'" in line
-
-    def test_nothing_fits(self, checkpoint):
-        (line,) = problems(lambda: select_pipeline(checkpoint("ckpt", architectures=["Unheard"])))
-        assert "(architectures ['Unheard'], directory name 'ckpt'): no pipeline fits; name one: " in line
 
     def test_resolver_sees_the_config(self, module, checkpoint):
         """Qwen3-Omni without ``enable_audio_output`` becomes thinker-only."""

@@ -117,7 +117,8 @@ class PipelineConfig(StrictModel):
         stages: in any order; edges name each other.
         aliases: other names that select this pipeline.
         hf_architectures: checkpoint architectures that select it.
-        checkpoint_basenames: checkpoint directory names that select it, for checkpoints without ``model_type``.
+        hf_model_types: checkpoint ``model_type`` values that select it, where no architecture does.
+        checkpoint_basenames: checkpoint directory names, in any case, that select it where neither does.
         prepare: dotted path of a function ``(progress) -> model directory`` that makes the weights from installed
             packages when no ``model`` is given; None if a model must be given or none is needed.
         checkpoints: kinds of checkpoint that can be made (``tiny``, ``dummy``); for each the dotted path of a
@@ -136,6 +137,7 @@ class PipelineConfig(StrictModel):
     stages: tuple[StagePipelineConfig, ...] = Field(min_length=1)
     aliases: tuple[str, ...] = ()
     hf_architectures: tuple[str, ...] = ()
+    hf_model_types: tuple[str, ...] = ()
     checkpoint_basenames: tuple[str, ...] = ()
     prepare: str | None = None
     checkpoints: dict[str, str] = Field(default_factory=dict)

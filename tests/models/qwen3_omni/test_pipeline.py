@@ -11,7 +11,8 @@ from omni_ray.engine.options import CodecLMOptions
 from omni_ray.models.qwen3_omni.checkpoint import PUBLISHED
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.pipeline import resolve
-from omni_ray.registry import engine_options, load_pipeline, select_pipeline
+from omni_ray.registry import engine_options, load_pipeline
+from omni_ray.selection import select_for_checkpoint
 from omni_ray.serve.api.voices import resolve_voice, voices_body
 from omni_ray.serve.planner import all_plans, make_plan
 
@@ -54,7 +55,8 @@ def test_c46_voices_are_the_checkpoints_speakers():
 
 
 def test_a_checkpoint_selects_it(tiny_checkpoint: Path, tmp_path: Path):
-    assert select_pipeline(str(tiny_checkpoint)) == "qwen3_omni"
+    selection = select_for_checkpoint(str(tiny_checkpoint))
+    assert (selection.pipeline, selection.model) == ("qwen3_omni", str(tiny_checkpoint))
     assert load_pipeline("qwen3_omni", str(tiny_checkpoint)).voices.default == "ethan"
     config = json.loads((tiny_checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "enable_audio_output": False}))
