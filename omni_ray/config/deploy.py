@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from omni_ray.config.base import StrictModel, suggest
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import Edge, PipelineConfig, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.errors import ConfigError
@@ -53,44 +54,6 @@ class StreamingConfig(StrictModel):
     window_mb: float = Field(default=64, gt=0)
     first_chunk_timeout_s: float = Field(default=60, gt=0)
     idle_timeout_s: float = Field(default=60, gt=0)
-
-
-class IngressConfig(StrictModel):
-    """The HTTP side: limits, replicas, keys.
-
-    Attributes:
-        deployment: Ray Serve's own option names for the ingress.
-        max_concurrent_requests: requests one ingress replica works on; one more is answered 503.
-        max_audio_seconds: longest speech of one request; no stream lives longer. None takes the pipeline's.
-        max_input_audio_seconds: longest clip accepted; None takes the pipeline's.
-        max_body_mb, max_audio_mb: body and single decoded media part.
-        max_image_mpixels: all pictures of one request together, in millions of pixels.
-        max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
-        max_request_text_chars, max_media_parts: all text, and all media, of one request together.
-        body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
-        max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
-        api_keys_env: environment variable with comma-separated API keys; unset means no keys are asked for.
-        grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
-        retry: one invisible retry when a replica dies before anything was sent.
-    """
-
-    deployment: dict[str, Any] = Field(default_factory=dict)
-    max_concurrent_requests: int = Field(default=256, ge=1)
-    max_audio_seconds: float | None = Field(default=None, gt=0)
-    max_input_audio_seconds: float | None = Field(default=None, gt=0)
-    max_body_mb: float = Field(default=64, gt=0)
-    max_audio_mb: float = Field(default=40, gt=0)
-    max_image_mpixels: float = Field(default=32, gt=0)
-    max_messages: int = Field(default=1000, ge=1)
-    max_text_chars: int = Field(default=100_000, ge=1)
-    max_speech_chars: int = Field(default=4096, ge=1)
-    max_request_text_chars: int = Field(default=1_000_000, ge=1)
-    max_media_parts: int = Field(default=16, ge=1)
-    body_idle_timeout_s: float = Field(default=30, gt=0)
-    max_bodies_mb: float = Field(default=512, gt=0)
-    api_keys_env: str | None = None
-    grace_s: float | None = Field(default=None, gt=0)
-    retry: bool = True
 
 
 class DeployConfig(StrictModel):

@@ -12,7 +12,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeStatus
 
-from omni_ray.config.deploy import IngressConfig, StreamingConfig
+from omni_ray.config.deploy import StreamingConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import OutputKind, PipelineConfig, RequestPart
 from omni_ray.engine.types import Clip, Request
 from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageTimeoutError

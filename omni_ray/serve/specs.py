@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from omni_ray.config.deploy import IngressConfig, StreamingConfig
+from omni_ray.config.deploy import StreamingConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import PipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.options import EngineOptions

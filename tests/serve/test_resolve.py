@@ -12,7 +12,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig
 
 from omni_ray import registry
-from omni_ray.config.deploy import DeployConfig, IngressConfig
+from omni_ray.config.deploy import DeployConfig, StreamingConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import PipelineConfig, StageLimits
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.errors import ConfigError
@@ -507,12 +508,8 @@ variant: thinking
             "F: pipeline: input should be a valid string, got ['ramp']",
             "F: variant: must be a mapping, got 'thinking'",
             "F: stages: must be a mapping, got [{'thinker': {'engine': {'max_num_seqs': 4}}}, {'talker':...",
-            "F: streaming: must be a mapping with keys coalesce_ms, inline_bytes, window_mb, first_chunk_timeout_s, "
-            "idle_timeout_s, got 20",
-            "F: ingress: must be a mapping with keys deployment, max_concurrent_requests, max_audio_seconds, "
-            "max_input_audio_seconds, max_body_mb, max_audio_mb, max_image_mpixels, max_messages, max_text_chars, "
-            "max_speech_chars, max_request_text_chars, max_media_parts, body_idle_timeout_s, max_bodies_mb, "
-            "api_keys_env, grace_s, retry, got 8000",
+            f"F: streaming: must be a mapping with keys {', '.join(StreamingConfig.model_fields)}, got 20",
+            f"F: ingress: must be a mapping with keys {', '.join(IngressConfig.model_fields)}, got 8000",
         ],
     ),
 }

@@ -11,6 +11,7 @@ from omni_ray import __version__
 from omni_ray.errors import OmniRayError
 from omni_ray.serve.api.chat import chat_routes
 from omni_ray.serve.api.errors import on_http_exception, on_omni_ray_error, on_validation_error
+from omni_ray.serve.api.fetch import MediaFetcher
 from omni_ray.serve.api.health import health_routes
 from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys
@@ -29,7 +30,8 @@ def make_app(dispatcher: Dispatcher, api_keys: frozenset[str]) -> FastAPI:
         dispatcher: admits requests and streams their events.
         api_keys: keys that may use ``/v1``; empty asks for none.
     """
-    service = Service(dispatcher, ApiKeys(api_keys), Bodies(dispatcher.config))
+    config = dispatcher.config
+    service = Service(dispatcher, ApiKeys(api_keys), Bodies(config), MediaFetcher(config.media_urls))
     app = FastAPI(
         title="omni_ray",
         version=__version__,

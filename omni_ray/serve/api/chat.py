@@ -37,7 +37,7 @@ def chat_routes(service: Service) -> APIRouter:
         service.admit(info)
         with service.bodies.receive(request) as body:
             call, encoded = await read_json(body, model, lambda parsed: read_chat(service, parsed, info))
-            clips = await decode_clips(service.dispatcher, encoded)
+            clips = await decode_clips(service, body, encoded)
         return LiveResponse(_answer(service, call, clips, info), info)
 
     return router

@@ -1,17 +1,20 @@
 """OpenAI messages -> the stages' messages, with the media they hold counted in order of appearance."""
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.engine.types import MediaPart, Message, TextPart
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.chat_models import ChatMessage, ContentPart
 from omni_ray.serve.api.errors import shown
-from omni_ray.serve.api.media import EncodedClip
+from omni_ray.serve.api.media import EncodedClip, MediaUrl
 from omni_ray.serve.api.service import is_blank
 
 _TYPES = ("text", "input_audio", "audio_url", "image_url")
+_WEB_URL = re.compile("https?://", re.IGNORECASE)
+_MAX_URL_CHARS = 2048
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -67,15 +70,15 @@ def _part(
     if part.type == "input_audio":
         if part.input_audio is None:
             raise _error(f"{where}.input_audio", "field required")
-        clip = EncodedClip(f"{where}.input_audio.data", part.input_audio.data)
+        clip = _clip(f"{where}.input_audio.data", part.input_audio.data, "audio", limits)
     elif part.type == "audio_url":
         if part.audio_url is None:
             raise _error(f"{where}.audio_url", "field required")
-        clip = _clip_of_url(f"{where}.audio_url.url", part.audio_url.url, "audio")
+        clip = _clip_of_url(f"{where}.audio_url.url", part.audio_url.url, "audio", limits)
     elif part.type == "image_url":
         if part.image_url is None:
             raise _error(f"{where}.image_url", "field required")
-        clip = _clip_of_url(f"{where}.image_url.url", part.image_url.url, "image")
+        clip = _clip_of_url(f"{where}.image_url.url", part.image_url.url, "image", limits)
     else:
         raise _error(f"{where}.type", f"{shown(part.type)} is not supported here; types: {', '.join(_TYPES)}")
     if role != "user":
@@ -86,10 +89,21 @@ def _part(
     return MediaPart(clip.kind, len(clips) - 1)
 
 
-def _clip_of_url(param: str, url: str, kind: Literal["audio", "image"]) -> EncodedClip:
-    if url[:5].lower() != "data:":
+def _clip(param: str, data: str, kind: Literal["audio", "image"], limits: IngressConfig) -> EncodedClip:
+    """A clip as base64, as a ``data:`` URL, or to be fetched, if the operator allows any host at all (C06)."""
+    return _to_fetch(param, data, kind, limits) if _WEB_URL.match(data) else EncodedClip(param, data, kind)
+
+
+def _clip_of_url(param: str, url: str, kind: Literal["audio", "image"], limits: IngressConfig) -> EncodedClip:
+    return EncodedClip(param, url, kind) if url[:5].lower() == "data:" else _to_fetch(param, url, kind, limits)
+
+
+def _to_fetch(param: str, url: str, kind: Literal["audio", "image"], limits: IngressConfig) -> EncodedClip:
+    if not limits.media_urls.allow:
         raise _error(param, "media by URL is off; send a base64 data: URL")
-    return EncodedClip(param, url, kind)
+    if not _WEB_URL.match(url) or len(url) > _MAX_URL_CHARS:
+        raise _error(param, f"must be a data: URL, or an http(s) URL of at most {_MAX_URL_CHARS} characters")
+    return EncodedClip(param, MediaUrl(url), kind)
 
 
 def _error(param: str, words: str) -> InvalidRequestError:

@@ -23,13 +23,13 @@ class InputAudio(OpenAIModel):
 
 
 class AudioUrl(OpenAIModel):
-    """Only a base64 ``data:`` URL; nothing is ever downloaded (C06)."""
+    """A base64 ``data:`` URL, or one of a host that ``ingress.media_urls`` allows (C06)."""
 
     url: str
 
 
 class ImageUrl(OpenAIModel):
-    """Only a base64 ``data:`` URL; nothing is ever downloaded (C06)."""
+    """A base64 ``data:`` URL, or one of a host that ``ingress.media_urls`` allows (C06)."""
 
     url: str
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from starlette.requests import Request
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError
 
 MB = 2**20
@@ -46,7 +46,7 @@ class Body:
 
     Attributes:
         content_type: without parameters, lower case.
-        size: bytes that arrived so far.
+        size: bytes that arrived so far, or were fetched for it.
     """
 
     def __init__(self, request: Request, bodies: Bodies) -> None:
@@ -55,6 +55,7 @@ class Body:
         self.size = 0
         self._request = request
         self._bodies = bodies
+        self._limit = int(bodies.config.max_body_mb * MB)
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         """What arrives.
@@ -65,11 +66,9 @@ class Body:
             SaturatedError: all bodies together are too large.
         """
         config = self._bodies.config
-        limit = int(config.max_body_mb * MB)
-        too_large = PayloadTooLargeError(f"the body exceeds the limit of {config.max_body_mb:g} MB")
         declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > limit:
-            raise too_large
+        if declared.isdecimal() and int(declared[:20]) > self._limit:
+            raise self._too_large()
         loop = asyncio.get_running_loop()
         started = loop.time()
         async with contextlib.aclosing(self._request.stream()) as pieces:
@@ -84,8 +83,21 @@ class Body:
                     raise BodyTimeoutError(
                         f"the body stopped after {self.size} bytes, or came more slowly than 10 kB/s"
                     ) from None
-                if self.size + len(piece) > limit:
-                    raise too_large
-                self._bodies.add(len(piece))
-                self.size += len(piece)
+                self.add(len(piece))
                 yield piece
+
+    def add(self, size: int) -> None:
+        """Counts ``size`` more bytes that the request brought, or that were fetched for it.
+
+        Raises:
+            PayloadTooLargeError: more than one request may hold.
+            SaturatedError: more than all may hold together.
+        """
+        if self.size + size > self._limit:
+            raise self._too_large()
+        self._bodies.add(size)
+        self.size += size
+
+    def _too_large(self) -> PayloadTooLargeError:
+        most = self._bodies.config.max_body_mb
+        return PayloadTooLargeError(f"the body, and the media it names, exceed the limit of {most:g} MB")

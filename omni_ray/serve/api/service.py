@@ -11,6 +11,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import Message, Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
 from omni_ray.serve.api.errors import shown
+from omni_ray.serve.api.fetch import MediaFetcher
 from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys, ServedSeconds
 from omni_ray.serve.api.request_log import RequestInfo
@@ -29,6 +30,7 @@ class Service:
     dispatcher: Dispatcher
     keys: ApiKeys
     bodies: Bodies
+    fetcher: MediaFetcher
     served: ServedSeconds = field(default_factory=ServedSeconds)
     created: int = field(default_factory=lambda: int(time.time()))
 

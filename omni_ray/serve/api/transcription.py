@@ -31,7 +31,7 @@ def transcription_routes(service: Service) -> APIRouter:
         service.admit(info)
         with service.bodies.receive(request) as body:
             call, encoded = await read_transcription(service, body, plan, info)
-            [clip] = await decode_clips(service.dispatcher, [encoded])
+            [clip] = await decode_clips(service, body, [encoded])
             assert isinstance(clip, AudioClip)
         return LiveResponse(_answer(service, call, clip, plan, info), info)
 

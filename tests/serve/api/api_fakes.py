@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from omni_ray.config.base import StrictModel
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import (
     Edge,
     OutputKind,

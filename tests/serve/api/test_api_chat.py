@@ -25,7 +25,7 @@ from api_fakes import (
     wav,
 )
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.engine.types import AudioChunk, MediaPart, TextPart
 from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageFailedError, StageTimeoutError
 from omni_ray.serve.api import live

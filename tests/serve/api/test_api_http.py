@@ -24,7 +24,7 @@ from api_fakes import (
     wav,
 )
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import ConfigError
 from omni_ray.serve.api.keys import HALF_LIFE_S, ServedSeconds
 from omni_ray.serve.api.threads import in_thread

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from api_fakes import TEXT_ONLY, FakeDispatcher, b64, check_error, client_of, text, wav
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import Edge, PipelineConfig, RequestPart, StageExecutionType, StagePipelineConfig
 from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, TextPart
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from api_fakes import FakeDispatcher, audio, check_error, client_of, eventually, text, transcript, wav
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.engine.types import TextPart
 from omni_ray.serve.api import body
 

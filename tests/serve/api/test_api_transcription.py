@@ -7,7 +7,7 @@ import pytest
 import soundfile  # noqa: F401 - formats below are its own
 from api_fakes import ONE_WAY, SPEECH_ONLY, FakeDispatcher, check_error, client_of, sse_of, transcript, wav
 
-from omni_ray.config.deploy import IngressConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import StageFailedError
 
 URL = "/v1/audio/transcriptions"

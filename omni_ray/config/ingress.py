@@ -1,0 +1,88 @@
+"""The ``ingress:`` block of a deploy config: limits, keys and what the HTTP side may do for a client."""
+
+import re
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from omni_ray.config.base import StrictModel
+
+_MEDIA_ORIGIN = re.compile(r"(?:(https?)://)?((?:\*\.)?[a-z0-9_\-.\[\]:]*?[a-z0-9\]])(?::(\d{1,5}))?")
+
+
+class MediaUrlConfig(StrictModel):
+    """Media by URL in chat messages: off while nothing is allowed.
+
+    Attributes:
+        allow: hosts that media may be fetched from: ``media.example.com``, ``*.example.com`` (any name below it), or
+            with scheme and port: ``http://files.example.com:8080``. Without a scheme https is meant, without a port
+            the scheme's own. A host with a private, loopback or link-local address is refused all the same.
+        timeout_s: longest time for one URL, redirects and all.
+        max_redirects: how many are followed; each one is checked like the first URL.
+    """
+
+    allow: tuple[str, ...] = ()
+    timeout_s: float = Field(default=20, gt=0)
+    max_redirects: int = Field(default=3, ge=0)
+
+    @field_validator("allow")
+    @classmethod
+    def _origins(cls, allow: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in allow:
+            if _MEDIA_ORIGIN.fullmatch(entry) is None:
+                raise ValueError(f"{entry!r} is no host: write media.example.com, *.example.com or http://host:port")
+        return allow
+
+    def allows(self, scheme: str, host: str, port: int | None) -> bool:
+        """Whether a URL of this scheme, lower-case host and port (None: the scheme's own) is allowed."""
+        asked = (scheme, port or (443 if scheme == "https" else 80))
+        for entry in self.allow:
+            origin = _MEDIA_ORIGIN.fullmatch(entry)
+            assert origin is not None
+            secure = origin[1] != "http"
+            wanted = ("https" if secure else "http", int(origin[3] or (443 if secure else 80)))
+            named = origin[2].strip("[]")
+            same = host.endswith(named[1:]) if named.startswith("*.") else host == named
+            if same and wanted == asked:
+                return True
+        return False
+
+
+class IngressConfig(StrictModel):
+    """The HTTP side: limits, replicas, keys.
+
+    Attributes:
+        deployment: Ray Serve's own option names for the ingress.
+        max_concurrent_requests: requests one ingress replica works on; one more is answered 503.
+        max_audio_seconds: longest speech of one request; no stream lives longer. None takes the pipeline's.
+        max_input_audio_seconds: longest clip accepted; None takes the pipeline's.
+        max_body_mb, max_audio_mb: body and single decoded media part.
+        max_image_mpixels: all pictures of one request together, in millions of pixels.
+        max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
+        max_request_text_chars, max_media_parts: all text, and all media, of one request together.
+        body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
+        max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
+        api_keys_env: environment variable with comma-separated API keys; unset means no keys are asked for.
+        media_urls: where media may be fetched from.
+        grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
+        retry: one invisible retry when a replica dies before anything was sent.
+    """
+
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    max_concurrent_requests: int = Field(default=256, ge=1)
+    max_audio_seconds: float | None = Field(default=None, gt=0)
+    max_input_audio_seconds: float | None = Field(default=None, gt=0)
+    max_body_mb: float = Field(default=64, gt=0)
+    max_audio_mb: float = Field(default=40, gt=0)
+    max_image_mpixels: float = Field(default=32, gt=0)
+    max_messages: int = Field(default=1000, ge=1)
+    max_text_chars: int = Field(default=100_000, ge=1)
+    max_speech_chars: int = Field(default=4096, ge=1)
+    max_request_text_chars: int = Field(default=1_000_000, ge=1)
+    max_media_parts: int = Field(default=16, ge=1)
+    body_idle_timeout_s: float = Field(default=30, gt=0)
+    max_bodies_mb: float = Field(default=512, gt=0)
+    api_keys_env: str | None = None
+    media_urls: MediaUrlConfig = MediaUrlConfig()
+    grace_s: float | None = Field(default=None, gt=0)
+    retry: bool = True
