@@ -4,11 +4,12 @@ Also knows whether the engine hangs: it counts the requests that have input in h
 """
 
 import asyncio
-import heapq
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from omni_ray.engine.base import EngineStats
 from omni_ray.engine.options import EngineOptions
@@ -16,14 +17,27 @@ from omni_ray.engine.types import Request
 from omni_ray.errors import SaturatedError, StageFailedError
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request in line; ``rank`` decides, the smallest first."""
+
+    rank: tuple[int, float, int]
+    since: float
+    turn: asyncio.Future[None]
+
+
 class Admission:
-    """Places for ``max_num_seqs`` running requests and a waiting line of ``max_queue``."""
+    """Places for ``max_num_seqs`` running requests and a waiting line of ``max_queue``.
+
+    A full line gives way: whoever ranks before its last takes the last one's room, which is then refused. So a flood of
+    one key, or of low priority, fills the line for nobody but itself.
+    """
 
     def __init__(self, stage: str, options: EngineOptions) -> None:
         self._stage = stage
         self._options = options
         self._running = 0
-        self._waiting: list[tuple[int, float, int, float, asyncio.Future[None]]] = []
+        self._line: list[_Waiting] = []
         self._order = itertools.count()
         self._computing = 0
         self._progress_at = time.monotonic()
@@ -39,39 +53,59 @@ class Admission:
         try:
             yield
         finally:
-            self._leave()
+            self._running -= 1
+            self._call_next()
 
     async def _enter(self, request: Request) -> None:
-        if self._running < self._options.max_num_seqs:
+        if self._running < self._options.places_of(request.priority):
             self._running += 1
             return
-        if len(self._waiting) >= self._options.max_queue:
-            raise SaturatedError(f"stage {self._stage} is full: {self._running} running, {len(self._waiting)} waiting")
-        turn = asyncio.get_running_loop().create_future()
-        entry = (request.priority, request.served_s, next(self._order), time.monotonic(), turn)
-        heapq.heappush(self._waiting, entry)
+        now = time.monotonic()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = _Waiting((request.priority, request.served_s, next(self._order)), now, turn)
+        if len(self._line) >= self._options.max_queue:
+            self._make_room(entry)
+        self._line.append(entry)
         try:
             async with asyncio.timeout(self._options.queue_timeout_s):
                 await turn
         except (asyncio.CancelledError, TimeoutError) as error:
-            if turn.done() and not turn.cancelled():
-                self._leave()  # granted in the very step in which the request gave up
-            elif entry in self._waiting:  # a place that came free since may have skipped this entry already
-                self._waiting.remove(entry)
-                heapq.heapify(self._waiting)
+            if entry in self._line:
+                self._line.remove(entry)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._running -= 1  # granted in the very step in which the request gave up
+                self._call_next()
             if isinstance(error, TimeoutError):
                 limit = self._options.queue_timeout_s
-                raise SaturatedError(f"stage {self._stage} had no place within {limit:g} s") from None
+                raise SaturatedError(
+                    f"stage {self._stage} had no place within {limit:g} s", retry_after_s=self._retry_after_s()
+                ) from None
             raise
 
-    def _leave(self) -> None:
-        """Hand the place to the next in line, or free it."""
-        while self._waiting:
-            turn = heapq.heappop(self._waiting)[-1]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._running -= 1
+    def _make_room(self, entry: _Waiting) -> None:
+        """Refuse the last in line, which may be ``entry`` itself."""
+        words = f"stage {self._stage} is full: {self._running} running, {len(self._line)} waiting"
+        error = SaturatedError(words, retry_after_s=self._retry_after_s())
+        last = max(self._line, key=lambda waiting: waiting.rank, default=entry)
+        if entry.rank >= last.rank:
+            raise error
+        self._line.remove(last)
+        if not last.turn.done():  # else it is giving up in this very step
+            last.turn.set_exception(error)
+
+    def _call_next(self) -> None:
+        """Give a place that came free to the first in line who may have it."""
+        for entry in sorted(self._line, key=lambda waiting: waiting.rank):
+            if self._running < self._options.places_of(entry.rank[0]):
+                self._line.remove(entry)
+                if not entry.turn.done():
+                    self._running += 1
+                    entry.turn.set_result(None)
+                    return
+
+    def _retry_after_s(self) -> int:
+        """About as long as the line takes now."""
+        return min(30, max(1, math.ceil(self.stats().oldest_wait_s)))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -108,5 +142,5 @@ class Admission:
     def stats(self) -> EngineStats:
         """Counters right now."""
         now = time.monotonic()
-        oldest = max((now - entry[3] for entry in self._waiting), default=0.0)
-        return EngineStats(self._running, len(self._waiting), oldest, self._options.max_num_seqs)
+        oldest = max((now - entry.since for entry in self._line), default=0.0)
+        return EngineStats(self._running, len(self._line), oldest, self._options.max_num_seqs)

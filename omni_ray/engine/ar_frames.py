@@ -73,6 +73,7 @@ class FrameSteps(Steps):
             return Advance([], "stop")
         chunk = CodeFrameChunk(row.count, result.frame[None])
         row.count += 1
+        row.lead.emitted(row.count / self.model.frame_rate)
         return Advance([chunk], self._over(row).reason)
 
     def usage(self, row: Row) -> Usage:

@@ -1,16 +1,16 @@
 """The decode loop of the autoregressive engine: one thread that owns the model and steps all running requests.
 
 Between two steps rows join and leave: a waiting request takes a free slot, and its prompt is computed in pieces, one
-piece between two decode steps, so that a long prompt never stops the others. A row whose next input has not arrived is
-left out of a step and keeps its KV; when nobody can step, the thread sleeps until something arrives. What a step is,
-``Steps`` knows. Knows no event loop.
+piece between two decode steps, so that a long prompt never stops the others. While all rows that could step are ahead
+of their listeners, prompts go first: nobody has heard those yet. A row whose next input has not arrived is left out of
+a step and keeps its KV; when nobody can step, the thread sleeps until something arrives. What a step is, ``Steps``
+knows. Knows no event loop.
 """
 
 import heapq
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec
@@ -50,8 +50,8 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         # Below: the thread's own.
         self._slots = list(range(slots))  # free ones, a heap
-        self._waiting: deque[Row] = deque()
-        self._prefilling: deque[Row] = deque()
+        self._waiting: list[Row] = []
+        self._prefilling: list[Row] = []
         self._decoding: list[Row] = []
 
     def start(self, loaded: Callable[[BaseException | None], object]) -> None:
@@ -157,17 +157,18 @@ class DecodeLoop:
     def _drop_cancelled(self) -> None:
         for row in [row for row in (*self._prefilling, *self._decoding) if row.cancelled]:
             self._leave(row)
-        self._waiting = deque(row for row in self._waiting if not row.cancelled)
+        self._waiting = [row for row in self._waiting if not row.cancelled]
 
     def _prefill(self) -> None:
-        """Let waiting rows in, and compute one piece of one prompt: of the row that came first."""
+        """Let waiting rows in, and compute one piece of one prompt: of the most urgent row."""
         while self._slots and self._waiting:
-            row = self._waiting.popleft()
+            row = _most_urgent(self._waiting)
+            self._waiting.remove(row)
             row.slot = heapq.heappop(self._slots)
             self._prefilling.append(row)
             self._alone(row, self._join, row)
         if self._prefilling:
-            row = self._prefilling[0]
+            row = _most_urgent(self._prefilling)
             self._alone(row, self._prefill_piece, row)
 
     def _join(self, row: Row) -> None:
@@ -185,14 +186,14 @@ class DecodeLoop:
         if end < row.length:
             row.deliver(())
             return
-        self._prefilling.popleft()
+        self._prefilling.remove(row)
         self._decoding.append(row)
         self._take(row, self._steps.prompt_done(row, result))
 
     def _decode(self) -> None:
         """One step of every row that can make one."""
         rows = sorted((row for row in self._decoding if self._steps.ready(row)), key=lambda row: row.slot)
-        if not rows:
+        if not rows or (self._prefilling and all(row.lead.ahead() for row in rows)):
             return
         try:
             results = self._steps.step(rows)
@@ -247,3 +248,7 @@ class DecodeLoop:
         self._waiting.extend(letter.row for letter in late if letter is not None and letter.kind == "new")
         for row in self._waiting:
             row.deliver((error,))
+
+
+def _most_urgent(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.lead.urgency())

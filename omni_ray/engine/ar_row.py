@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from omni_ray.engine.ar_model import Prepared, SlotModel
+from omni_ray.engine.lead import Lead
 from omni_ray.engine.types import FinishReason, Output, Request
 from omni_ray.errors import InvalidRequestError
 
@@ -38,6 +39,7 @@ class Row:
         state: what ``Steps`` keeps for the row.
         early: items that were fed before the row had a slot. ``items`` counts all, ``units`` what they were worth.
         feed_ended: no item comes any more.
+        lead: how far it is ahead of its listener; of no meaning for rows that make text.
     """
 
     request: Request
@@ -55,6 +57,10 @@ class Row:
     items: int = 0
     units: int = 0
     feed_ended: bool = False
+    lead: Lead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lead = Lead(self.request)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume, only_input
 from omni_ray.engine.batches import Batches, BatchLengthError
+from omni_ray.engine.lead import Lead
 from omni_ray.engine.options import CodecOptions
 from omni_ray.engine.rechunk import Rechunker, Units, array_of
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, FinishReason, Output, Request, Usage
@@ -190,7 +191,14 @@ class CodecEngine(Engine):
         self._options = context.options
         self._admission = Admission(context.stage.name, context.options)
         self._codec: Codec = context.model_cls(context)
-        self._batches = Batches(context.stage.name, self._codec.decode, self._checked, self._admission.computing)
+        self._batches = Batches(
+            context.stage.name,
+            self._codec.decode,
+            self._checked,
+            self._admission.computing,
+            size=lambda item: len(array_of(item.units)),
+            step_s=self._options.step_ms / 1000,
+        )
 
     async def start(self) -> None:
         """Load the codec in the thread that will decode."""
@@ -205,19 +213,20 @@ class CodecEngine(Engine):
         rate, position, units = self._codec.sample_rate, 0, 0
         limit = int(request.max_audio_seconds * rate)
         async with self._admission.place(request):
-            state = self._codec.open(request)
+            state, lead = self._codec.open(request), Lead(request)
             try:
                 async with (
                     aclosing(only_input(inputs)) as source,
                     aclosing(_chunks(source, Rechunker(sizes))) as chunks,
                 ):
                     async for chunk, last in chunks:
-                        samples = await self._batches.submit(DecodeItem(state, chunk, last))
+                        samples = await self._batches.submit(DecodeItem(state, chunk, last), lead)
                         units += len(array_of(chunk))
                         kept = samples[: limit - position]
                         if len(kept):
                             yield AudioChunk(position, kept, rate)
                             position += len(kept)
+                            lead.emitted(position / rate)
                         if len(kept) < len(samples):
                             reason = "length"
                             break

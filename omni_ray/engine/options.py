@@ -1,8 +1,8 @@
 """Option models that engines publish; a deploy YAML's ``engine:`` block is checked against them. No heavy imports."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from omni_ray.config.base import StrictModel
 
@@ -13,6 +13,8 @@ class EngineOptions(StrictModel):
     Attributes:
         max_num_seqs: requests computed at once in one replica.
         max_queue: requests that may wait for a place; one more is refused as saturated.
+        reserved_seqs: places that only requests of priority 0 (by default: chat) may take, so that they need not wait
+            for the end of somebody's batch job. None: an eighth of all, but one of four to seven, and none of fewer.
         queue_timeout_s: longest wait for a place.
         stall_s: with work in hand and no output for this long, the engine counts as hung.
         deterministic: equal bytes alone and in a crowd, at the price of fixed shapes.
@@ -20,9 +22,23 @@ class EngineOptions(StrictModel):
 
     max_num_seqs: int = Field(default=8, ge=1)
     max_queue: int = Field(default=64, ge=0)
+    reserved_seqs: int | None = Field(default=None, ge=0)
     queue_timeout_s: float = Field(default=30.0, gt=0)
     stall_s: float = Field(default=30.0, gt=0)
     deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _some_place_for_everybody(self) -> Self:
+        if self.reserved_seqs is not None and self.reserved_seqs >= self.max_num_seqs:
+            raise ValueError(f"reserved_seqs: {self.reserved_seqs} of {self.max_num_seqs} places leave none for others")
+        return self
+
+    def places_of(self, priority: int) -> int:
+        """How many of the places requests of this priority may take."""
+        reserved = self.reserved_seqs
+        if reserved is None:
+            reserved = max(self.max_num_seqs // 8, int(self.max_num_seqs >= 4))
+        return self.max_num_seqs if priority <= 0 else self.max_num_seqs - reserved
 
 
 class PerRequestOptions(EngineOptions):
@@ -38,11 +54,13 @@ class CodecOptions(EngineOptions):
         chunk_frames: sizes of successive chunks in frames; the last one repeats. A small first chunk starts the
             sound early, growth keeps the cost per second down.
         left_context: frames decoded again before each window, for window codecs; None takes the codec's minimum.
+        step_ms: longest decoding step aimed at; chunks that do not fit wait for the next, the most urgent go first.
         threads: torch or BLAS threads of the decoder.
     """
 
     chunk_frames: tuple[int, ...] = Field(default=(4, 8, 16, 25), min_length=1)
     left_context: int | None = Field(default=None, ge=0)
+    step_ms: float = Field(default=200, gt=0)
     threads: int = Field(default=1, ge=1)
 
 

@@ -98,6 +98,65 @@ async def test_full_line_refuses_at_once_and_says_so():
     assert idle(line)
 
 
+async def test_a_full_line_gives_way_to_whoever_ranks_before_its_last():
+    """A flood of one key, or of batch work, would else keep everybody out: whoever comes last is refused, always."""
+    line, order = admission(places=1, queue=3), []
+    holder = Visitor(line, request("holder"), order)
+    await settle()
+    flood = [Visitor(line, request(f"flood-{n}", served_s=5.0 * n), order) for n in range(3)]
+    await settle()
+    with pytest.raises(SaturatedError, match="1 running, 3 waiting"):
+        await line.place(request("flood-3", served_s=15)).__aenter__()
+    other = Visitor(line, request("other", served_s=2), order)
+    chat = Visitor(line, request("chat", priority=-1, served_s=100), order)
+    await settle()
+    for refused in flood[1:]:
+        with pytest.raises(SaturatedError, match="is full"):
+            await refused.task
+    visitors = (holder, flood[0], other, chat)
+    for visitor in visitors:
+        visitor.leave.set()
+    await asyncio.gather(*(v.task for v in visitors))
+    assert order == ["holder", "chat", "flood-0", "other"]
+    assert idle(line)
+
+
+async def test_reserved_places_are_for_priority_0():
+    """All places taken by long batch jobs would let chat wait for the end of one of them."""
+    options = EngineOptions(max_num_seqs=3, reserved_seqs=1)
+    line, order = Admission("talker", options), []
+    batch = [Visitor(line, request(f"batch-{n}", priority=1), order) for n in range(3)]
+    await settle()
+    assert order == ["batch-0", "batch-1"]
+    chat = Visitor(line, request("chat"), order)
+    await settle()
+    assert order[-1] == "chat"
+    second = Visitor(line, request("chat-2"), order)
+    await settle()
+    chat.leave.set()
+    await settle()
+    assert order[-1] == "chat-2"
+    second.leave.set()
+    await settle()
+    assert order[-1] == "chat-2", "a reserved place was given to batch work"
+    batch[0].leave.set()
+    await settle()
+    assert order[-1] == "batch-2"
+    for visitor in batch:
+        visitor.leave.set()
+    await asyncio.gather(*(v.task for v in (*batch, chat, second)))
+    assert idle(line)
+
+
+def test_how_many_places_are_reserved():
+    default = {n: EngineOptions(max_num_seqs=n) for n in (1, 3, 4, 8, 15, 64)}
+    assert [o.places_of(1) for o in default.values()] == [1, 3, 3, 7, 14, 56]
+    assert [o.places_of(0) for o in default.values()] == list(default)
+    assert EngineOptions(max_num_seqs=8, reserved_seqs=0).places_of(5) == 8
+    with pytest.raises(ValueError, match="leave none for others"):
+        EngineOptions(max_num_seqs=2, reserved_seqs=2)
+
+
 async def test_no_line_at_all():
     line = admission(places=1, queue=0)
     async with line.place(request("a")):

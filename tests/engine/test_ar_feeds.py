@@ -174,9 +174,9 @@ class Pipe:
             self.closed = True
 
 
-def run(engine: AREngine, items: AsyncIterator[Any], seed: int = 1, **given: Any) -> Any:
+def run(engine: AREngine, items: AsyncIterator[Any], seed: int = 1, priority: int = 0, **given: Any) -> Any:
     sampling = SamplingParams(**{"temperature": 0, **given})
-    return engine.generate(Request("r", seed, sampling=sampling), {"thinker": items})
+    return engine.generate(Request("r", seed, priority=priority, sampling=sampling), {"thinker": items})
 
 
 async def collect(outputs: AsyncIterator[Any]) -> tuple[list[int], list[int], Finish]:
@@ -415,3 +415,60 @@ async def test_closing_early_closes_the_source(start: Any) -> None:
     async with aclosing(run(engine, pipe.read())) as outputs:
         await anext(outputs)
     assert pipe.closed
+
+
+class Diary(Toy):
+    """Writes down what was computed: a piece of whose prompt, or a step of whom. Sizes of prompts are names."""
+
+    def load(self) -> None:
+        super().load()
+        self.diary: list[str] = []
+
+    def prefill(self, slot: int, piece: Any, start: int) -> None:
+        super().prefill(slot, piece, start)
+        self.diary.append(f"prompt {piece.ask.size}")
+
+    def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
+        self.diary.append(f"step {[self.prompts[slot].ask.size for slot in slots]}")
+        return super().step(slots, steps)
+
+
+class Slow(Diary):
+    """Its frames are so short that every stream is behind its listener."""
+
+    frame_rate = 1e9
+
+
+async def diary_of(start: Any, model: type[Diary], *newcomers: tuple[int, int]) -> list[str]:
+    """What is computed from the moment when a running stream meets ``newcomers`` of (size, priority)."""
+    engine = await start(model=model, max_model_len=2000, max_num_seqs=8)
+    toy: Any = Toy.latest
+    toy.gate = threading.Semaphore(20)
+    old = asyncio.create_task(collect(run(engine, source(Ask(frames=40, size=5), list(range(60))))))
+    await settled(lambda: len(toy.diary) == 22)  # its prompt, 20 steps, and one that waits at the gate
+    new = [
+        asyncio.create_task(collect(run(engine, source(Ask(frames=2, size=size), [1, 2, 3]), priority=priority)))
+        for size, priority in newcomers
+    ]
+    await asyncio.sleep(0.05)
+    toy.gate.release(10**6)
+    for task in (old, *new):
+        assert (await task)[2].reason == "stop"
+    return list(toy.diary[22:])
+
+
+async def test_while_all_are_ahead_of_their_listeners_prompts_go_first(start: Any) -> None:
+    """Nobody has heard a newcomer; a stream two seconds ahead can wait. Work goes on all the time, only its order."""
+    diary = await diary_of(start, Diary, (400, 0))
+    assert diary[:5] == ["prompt 400"] * 4 + ["step [5, 400]"]
+
+
+async def test_a_stream_behind_its_listener_is_not_held_up_by_prompts(start: Any) -> None:
+    diary = await diary_of(start, Slow, (400, 0))
+    assert diary[:8] == ["prompt 400", "step [5]"] * 3 + ["prompt 400", "step [5, 400]"]
+
+
+async def test_prompts_of_chat_go_before_those_of_batch_work(start: Any) -> None:
+    diary = await diary_of(start, Diary, (300, 2), (400, 2), (500, 0))
+    prompts = [entry for entry in diary if entry.startswith("prompt")]
+    assert prompts == ["prompt 500"] * 4 + ["prompt 300"] * 3 + ["prompt 400"] * 4

@@ -1,0 +1,53 @@
+"""How far a stream is ahead of its listener, and so whose work comes first. It orders work and never withholds any."""
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from omni_ray.engine.types import Request
+
+AHEAD_S: Final = 0.5
+"""With so much sound in hand a listener does not notice that others are served first."""
+
+Urgency: TypeAlias = tuple[bool, int, bool, float]
+"""Smaller is more urgent; only to be compared."""
+
+
+class Lead:
+    """One request's lead in one stage: seconds of sound it emitted, minus the seconds since it emitted the first.
+
+    A listener who started to play at the first chunk hears a gap when it falls below zero.
+    """
+
+    def __init__(self, request: Request, clock: Callable[[], float] = time.monotonic) -> None:
+        self._priority = request.priority
+        self._clock = clock
+        self._arrived = clock()
+        self._first: float | None = None
+        self._emitted_s = 0.0
+
+    def emitted(self, seconds: float) -> None:
+        """So much sound has been emitted in all, by the position of its end."""
+        if self._first is None:
+            self._first = self._clock()
+        self._emitted_s = seconds
+
+    def seconds(self) -> float | None:
+        """The lead; None before the first chunk, and for a stage that makes no sound."""
+        return None if self._first is None else self._emitted_s - (self._clock() - self._first)
+
+    def ahead(self) -> bool:
+        """Whether its next chunk can wait for somebody else's first one."""
+        lead = self.seconds()
+        return lead is not None and lead >= AHEAD_S
+
+    def urgency(self) -> Urgency:
+        """The order of work.
+
+        First whoever is not ``ahead``, by priority: of one priority those who are about to hear a gap, the worst first,
+        then those who have heard nothing yet, as they came. After them those who are ahead, in the same way.
+        """
+        lead = self.seconds()
+        if lead is None:
+            return (False, self._priority, True, self._arrived)
+        return (lead >= AHEAD_S, self._priority, False, lead)
