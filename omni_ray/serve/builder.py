@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from omni_ray.errors import ConfigError
-from omni_ray.serve.cluster import check_fits
+from omni_ray.serve.cluster import check_fits, live_nodes
 from omni_ray.serve.ingress import Ingress
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.stage import Stage
@@ -27,7 +27,7 @@ def build_application(name: str, args: AppArgs) -> serve.Application:
     app = resolve(name, args)
     if ray.is_initialized():
         try:
-            check_fits(app, ray.cluster_resources())
+            check_fits(app, live_nodes())
         except ConfigError as error:  # a warning only: an autoscaled cluster may grow
             logger.warning("%s may wait for resources:\n%s", name, error)
     return bind(app)

@@ -1,21 +1,55 @@
-"""Whether a live cluster can hold an application: what each deployment needs beside what there is."""
+"""Whether a cluster can hold an application: every replica is given a node here, before Ray has to find one.
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+Ray waits for ever for a replica that no node can take, and says little about it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import ray
+from ray._private.state import available_resources_per_node
 
 from omni_ray.errors import ConfigError
 from omni_ray.serve.resolve import ResolvedApp
 from omni_ray.serve.serve_options import ServeOptions
 
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one deployment asks of the cluster: ``each`` replica's resources, times ``replicas``."""
+    """What one deployment asks of the cluster.
+
+    Attributes:
+        replicas: the most there can be. each: one replica's resources by Ray's names, memory in bytes.
+        labels: the label selector of the nodes it may run on.
+        per_node: most replicas on one node, None for no limit.
+    """
 
     deployment: str
     replicas: int
     each: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    per_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node's resources by Ray's names, and its labels."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How many replicas of a deployment found a node; ``missing`` says what the next one lacks, or is empty."""
+
+    need: Need
+    placed: int
+    missing: str
 
 
 def needs(app: ResolvedApp) -> tuple[Need, ...]:
@@ -32,26 +66,135 @@ def _need(name: str, derived: ServeOptions) -> Need:
         each["memory"] = actor["memory"]
     if "accelerator_type" in actor:
         each[f"accelerator_type:{actor['accelerator_type']}"] = 0.001  # Ray's own marker for "a node that has one"
-    return Need(name, derived.num_replicas, each)
+    per_node = derived.serve.get("max_replicas_per_node")
+    return Need(name, derived.num_replicas, each, actor.get("label_selector", {}), per_node)
 
 
-def check_fits(app: ResolvedApp, available: Mapping[str, float]) -> None:
-    """Compare needs with ``ray.cluster_resources()``.
+def live_nodes() -> tuple[Node, ...]:
+    """The nodes of the cluster this process is connected to, with everything they have."""
+    return tuple(Node(_name(n), n["Resources"], n["Labels"]) for n in ray.nodes() if n["Alive"])
+
+
+def free_nodes() -> tuple[Node, ...]:
+    """The same nodes with what nobody has taken."""
+    free = available_resources_per_node()
+    return tuple(Node(_name(n), free.get(n["NodeID"], {}), n["Labels"]) for n in ray.nodes() if n["Alive"])
+
+
+def _name(node: Mapping[str, str]) -> str:
+    return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
+
+
+def place(wanted: Iterable[Need], nodes: Iterable[Node]) -> tuple[Fit, ...]:
+    """Give every replica a node: the hardest to place first, each where least is left over.
+
+    Ray decides for itself, one replica at a time; where nearly everything is taken it may find a place or miss one
+    that this finds.
+    """
+    wanted, rooms = tuple(wanted), [_Room(node) for node in nodes]
+    found: dict[str, Fit] = {}
+    hardest = sorted(wanted, key=lambda n: (-n.each.get("GPU", 0), -len(n.labels), -n.each.get("CPU", 0)))
+    for need in hardest:
+        placed, missing = 0, ""
+        while placed < need.replicas and not missing:
+            takers = [room for room in rooms if not room.lacks(need)]
+            if takers:
+                min(takers, key=lambda room: (room.left.get("GPU", 0), room.left.get("CPU", 0))).take(need)
+                placed += 1
+            else:
+                missing = _why(need, rooms)
+        found[need.deployment] = Fit(need, placed, missing)
+    return tuple(found[need.deployment] for need in wanted)
+
+
+class _Room:
+    """What is left of a node. Ray never splits one replica's part of a GPU over two devices."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.left = dict(node.resources)
+        gpus = node.resources.get("GPU", 0)
+        self._devices = [1.0] * int(gpus) + [gpus - int(gpus)]
+        self._holds: Counter[str] = Counter()
+
+    def admits(self, need: Need) -> bool:
+        """Whether the node's labels match the selector."""
+        return all(_matches(wanted, self.node.labels.get(key)) for key, wanted in need.labels.items())
+
+    def lacks(self, need: Need) -> list[str]:
+        """What keeps one more replica away; empty if it fits."""
+        if not self.admits(need):
+            return ["the labels"]
+        out = [
+            f"{amount_of(name, self.left.get(name, 0))} left"
+            for name, amount in need.each.items()
+            if self.left.get(name, 0) < amount - _ROUNDING
+        ]
+        gpus = need.each.get("GPU", 0)
+        if not out and gpus and len(self._chosen(gpus)) < max(1, gpus):
+            out.append(f"no single GPU with {gpus:g} left")
+        if need.per_node is not None and self._holds[need.deployment] >= need.per_node:
+            out.append(f"{need.per_node} of them, the most that a node may hold")
+        return out
+
+    def take(self, need: Need) -> None:
+        """Put a replica here."""
+        for name, amount in need.each.items():
+            self.left[name] -= amount
+        gpus = need.each.get("GPU", 0)
+        for index in self._chosen(gpus) if gpus else ():
+            self._devices[index] -= min(1, gpus)
+        self._holds[need.deployment] += 1
+
+    def _chosen(self, gpus: float) -> list[int]:
+        """Devices for one replica: whole ones, or the fullest that still has the fraction."""
+        fitting = [i for i, left in enumerate(self._devices) if left >= min(1, gpus) - _ROUNDING]
+        return sorted(fitting, key=lambda i: self._devices[i])[: max(1, int(gpus))]
+
+
+def _matches(wanted: str, value: str | None) -> bool:
+    """Ray's label selectors: ``v``, ``!v``, ``in(v, w)``, ``!in(v, w)``."""
+    positive = wanted.removeprefix("!")
+    names = positive.removeprefix("in(").removesuffix(")").split(",") if positive.startswith("in(") else [positive]
+    return (value in [name.strip() for name in names]) != wanted.startswith("!")
+
+
+def _why(need: Need, rooms: list[_Room]) -> str:
+    allowed = [room for room in rooms if room.admits(need)]
+    if not allowed:
+        return f"no node has the labels {', '.join(f'{key}={value}' for key, value in need.labels.items())}"
+    for name, amount in need.each.items():
+        most = max(room.node.resources.get(name, 0) for room in allowed)
+        if most < amount - _ROUNDING:
+            return f"no node has {amount_of(name, amount)}, the most is {amount_of(name, most)}"
+    nearest = min(allowed, key=lambda room: len(room.lacks(need)))
+    return f"node {nearest.node.name} comes nearest and has {', '.join(nearest.lacks(need))}"
+
+
+def amount_of(resource: str, amount: float) -> str:
+    """``2 GPU``, ``8 GiB memory``."""
+    return f"{amount / 2**30:.3g} GiB {resource}" if resource.endswith("memory") else f"{amount:g} {resource}"
+
+
+def asked_for(need: Need) -> str:
+    """One replica's resources and labels, for messages."""
+    each = " + ".join(amount_of(name, amount) for name, amount in need.each.items())
+    on = f" on a node with {', '.join(f'{k}={v}' for k, v in need.labels.items())}" if need.labels else ""
+    return each + on
+
+
+def check_fits(app: ResolvedApp, nodes: Iterable[Node]) -> None:
+    """Refuse an application that ``nodes`` cannot hold.
 
     Raises:
-        ConfigError: naming each deployment, what it needs and what the cluster has in all; Serve itself would wait for
-            ever.
+        ConfigError: naming each deployment that does not fit, what it needs and what is missing; Serve itself would
+            wait for ever.
     """
-    total: dict[str, float] = defaultdict(float)
-    problems = []
-    for need in needs(app):
-        for resource, amount in need.each.items():
-            total[resource] += amount * need.replicas
-            if total[resource] > available.get(resource, 0) + 1e-6:
-                problems.append(
-                    f"{need.deployment} needs {amount:g} {resource} for each of {need.replicas} replicas; with the "
-                    f"deployments before it that makes {total[resource]:g}, and the cluster has "
-                    f"{available.get(resource, 0):g}"
-                )
+    problems = [
+        f"{fit.need.deployment} needs {asked_for(fit.need)} for each of {fit.need.replicas} replicas; {fit.placed} of "
+        f"them fit beside the other deployments: {fit.missing}"
+        for fit in place(needs(app), nodes)
+        if fit.missing
+    ]
     if problems:
         raise ConfigError(problems)

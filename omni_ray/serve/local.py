@@ -13,7 +13,7 @@ from ray.serve.schema import ApplicationStatus
 
 from omni_ray.registry import import_dotted
 from omni_ray.serve.builder import bind
-from omni_ray.serve.cluster import check_fits
+from omni_ray.serve.cluster import check_fits, live_nodes
 from omni_ray.serve.resolve import app_args, resolve
 
 
@@ -38,7 +38,7 @@ def serve_here(
         signal.signal(number, lambda *_: stop.set())
     started = False
     try:
-        check_fits(app, ray.cluster_resources())
+        check_fits(app, live_nodes())
         location = "HeadOnly" if address is None else "EveryNode"
         serve.start(proxy_location=location, http_options={"host": host, "port": port})
         target = serve.RunTarget(bind(app), name=app.pipeline.name, route_prefix="/")

@@ -20,7 +20,7 @@ from omni_ray.errors import ConfigError
 from omni_ray.models.ramp import processors
 from omni_ray.models.ramp.options import Faults, ThinkerOptions
 from omni_ray.registry import OMNI_PIPELINES, engine_options, load_pipeline
-from omni_ray.serve.cluster import check_fits, needs
+from omni_ray.serve.cluster import Node, check_fits, needs
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, app_args, resolve
 from omni_ray.serve.serve_options import MAY_NOT_BE_SET, DeploymentBlock, RayActorOptions, ServeOptions
 
@@ -162,7 +162,7 @@ class TestGpus:
         third = {"deployment": {"ray_actor_options": {"num_gpus": 0.3}}}
         resolved = app(stages={"thinker": third, "talker": third, "code2wav": third})
         assert sum(n.each.get("GPU", 0) * n.replicas for n in needs(resolved)) == pytest.approx(0.9)
-        check_fits(resolved, {"CPU": 1, "GPU": 1})
+        check_fits(resolved, [node(CPU=1, GPU=1)])
 
     def test_labels_select_the_groups_node_too(self):
         """A group reserved on any node, an actor bound to labelled ones: the replica would wait for ever."""
@@ -301,44 +301,77 @@ class TestArguments:
         )
 
 
+def node(name: str = "n", labels: dict[str, str] | None = None, **resources: float) -> Node:
+    return Node(name, resources, labels or {})
+
+
 class TestCheckFits:
     """C64: Serve would wait for ever; we say stage, needed and available before anything starts."""
 
     def test_accelerator_type_the_cluster_does_not_have(self):
         resolved = app(**stage("talker", {"ray_actor_options": {"num_gpus": 1, "accelerator_type": "H200"}}))
         with pytest.raises(ConfigError) as caught:
-            check_fits(resolved, {"CPU": 2})
+            check_fits(resolved, [node(CPU=2, GPU=1, **{"accelerator_type:A10": 1})])
         assert caught.value.problems == (
-            "talker needs 1 GPU for each of 1 replicas; with the deployments before it that makes 1, and the cluster "
-            "has 0",
-            "talker needs 0.001 accelerator_type:H200 for each of 1 replicas; with the deployments before it that "
-            "makes 0.001, and the cluster has 0",
+            "talker needs 0.1 CPU + 1 GPU + 0.001 accelerator_type:H200 for each of 1 replicas; 0 of them fit beside "
+            "the other deployments: no node has 0.001 accelerator_type:H200, the most is 0 accelerator_type:H200",
         )
-        check_fits(resolved, {"CPU": 2, "GPU": 1, "accelerator_type:H200": 1.0})
+        check_fits(resolved, [node(CPU=2, GPU=1, **{"accelerator_type:H200": 1})])
 
     def test_two_gpus_needed_one_there(self):
         gpu = {"deployment": {"ray_actor_options": {"num_gpus": 1}}}
         with pytest.raises(ConfigError) as caught:
-            check_fits(app(stages={"thinker": gpu, "talker": gpu}), {"CPU": 8, "GPU": 1})
+            check_fits(app(stages={"thinker": gpu, "talker": gpu}), [node("10.0.0.1", CPU=8, GPU=1)])
         assert caught.value.problems == (
-            "talker needs 1 GPU for each of 1 replicas; with the deployments before it that makes 2, and the cluster "
-            "has 1",
+            "talker needs 0.1 CPU + 1 GPU for each of 1 replicas; 0 of them fit beside the other deployments: node "
+            "10.0.0.1 comes nearest and has 0 GPU left",
         )
+
+    def test_a_sum_over_nodes_is_no_room(self):
+        """Half the CPUs on each of two nodes: the cluster's total is enough, and the replica waits for ever."""
+        resolved = app(**stage("talker", {"ray_actor_options": {"num_cpus": 6}}))
+        with pytest.raises(ConfigError, match="no node has 6 CPU, the most is 4 CPU"):
+            check_fits(resolved, [node(CPU=4), node(CPU=4)])
+        check_fits(resolved, [node(CPU=4), node(CPU=8)])
+
+    def test_a_fraction_is_never_split_over_two_gpus(self):
+        config = stage("talker", {"num_replicas": 3, "ray_actor_options": {"num_gpus": 0.6}})
+        with pytest.raises(ConfigError, match=r"2 of them fit beside .* has no single GPU with 0.6 left"):
+            check_fits(app(**config), [node(CPU=4, GPU=2)])
+        check_fits(app(**config), [node(CPU=4, GPU=2), node(CPU=4, GPU=1)])
+
+    def test_whole_gpus_are_placed_before_fractions(self):
+        """In the order data flows, the fraction would have broken the only whole GPU of the node that has two."""
+        stages = {
+            "thinker": {"deployment": {"ray_actor_options": {"num_gpus": 0.5}}},
+            "talker": {"deployment": {"ray_actor_options": {"num_gpus": 2}}},
+        }
+        check_fits(app(stages=stages), [node(CPU=4, GPU=2), node(CPU=4, GPU=1)])
+
+    def test_labels_and_the_limit_per_node(self):
+        actor = {"label_selector": {"omni-stage": "in(talker, any)"}}
+        config = stage("talker", {"num_replicas": 2, "max_replicas_per_node": 1, "ray_actor_options": actor})
+        talkers = [node(str(i), {"omni-stage": "talker"}, CPU=1) for i in range(2)]
+        with pytest.raises(ConfigError, match=r"on a node with omni-stage=in\(talker, any\).*no node has the labels"):
+            check_fits(app(**config), [node(labels={"omni-stage": "thinker"}, CPU=8)])
+        with pytest.raises(ConfigError, match=r"1 of them fit beside .* 1 of them, the most that a node may hold"):
+            check_fits(app(**config), [node(CPU=8), talkers[0]])
+        check_fits(app(**config), talkers)
 
     def test_memory_counts(self):
         """A stage that asks for more memory than any node has waited for ever, unreported."""
-        resolved = app(**stage("talker", {"ray_actor_options": {"memory": 1e13}}))
-        with pytest.raises(ConfigError, match="talker needs 1e\\+13 memory"):
-            check_fits(resolved, {"CPU": 2, "memory": 8e9})
+        resolved = app(**stage("talker", {"ray_actor_options": {"memory": 2**40}}))
+        with pytest.raises(ConfigError, match=r"no node has 1.02e.03 GiB memory, the most is 8 GiB memory"):
+            check_fits(resolved, [node(CPU=2, memory=2**33)])
 
     def test_custom_resources_and_replicas(self):
         resolved = app(**stage("talker", {"num_replicas": 3, "ray_actor_options": {"resources": {"tpu": 2}}}))
-        with pytest.raises(ConfigError, match="makes 6, and the cluster has 4"):
-            check_fits(resolved, {"CPU": 2, "tpu": 4})
+        with pytest.raises(ConfigError, match=r"talker needs 0.1 CPU . 2 tpu for each of 3 replicas; 2 of them fit"):
+            check_fits(resolved, [node(CPU=2, tpu=4)])
 
     def test_ramp_fits_a_laptop(self):
-        check_fits(app(), {"CPU": 1})
-        check_fits(app(), {"CPU": 0.4})
+        check_fits(app(), [node(CPU=1)])
+        check_fits(app(), [node(CPU=0.4)])
 
 
 BLOCKS = {
