@@ -1,4 +1,4 @@
-"""``omni-ray``: list, plan, build, checkpoint, serve, doctor. Each command imports what it needs when it runs."""
+"""``omni-ray``: list, plan, build, checkpoint, serve, bench, doctor. Each imports what it needs when it runs."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_ray import __version__
+from omni_ray.bench.command import add_bench
 from omni_ray.errors import ConfigError
 
 EPILOG = """exit codes: 0 done, 1 a check failed or the application did not start, 2 wrong arguments or configuration"""
@@ -80,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--address", help="an existing Ray cluster; without it and without RAY_ADDRESS, a local one")
     add.add_argument("--start-timeout", type=float, default=600, metavar="S", help="fail if not ready by then")
     add.set_defaults(run=_serve)
+
+    add = commands.add_parser(
+        "bench",
+        help="measure an OpenAI-like speech server, or compare two",
+        description="A client that measures any OpenAI-like server: ours, vLLM-Omni's, others.",
+        epilog="exit codes: 0 every request was answered, 1 some failed or a server did not start, 2 wrong arguments",
+    )
+    add_bench(add)
 
     add = commands.add_parser(
         "doctor", help="check this machine", description="Check versions, packages, weights and limits of this machine."

@@ -172,6 +172,25 @@ def test_a_model_family_does_not_import_another():
     assert not wrong, "\n".join(wrong)
 
 
+BENCH_KNOWS = ("omni_ray.bench", "omni_ray.errors", "omni_ray.audio", "omni_ray.config.base", "omni_ray.__version__")
+
+
+def test_bench_is_a_client():
+    """It measures any server from outside: it knows nothing of ours, and only the command line knows it."""
+    wrong = []
+    for path in SOURCES:
+        inside = rel(path).startswith("omni_ray/bench/")
+        for imported, line in imports(path):
+            ours = imported.startswith("omni_ray.bench")
+            if ours and not inside and rel(path) != "omni_ray/cli.py":
+                wrong.append(f"{rel(path)}:{line} imports {imported}")
+            if inside and imported.startswith(("omni_ray.", "graphs")) and not imported.startswith(BENCH_KNOWS):
+                wrong.append(f"{rel(path)}:{line} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+    modules = [module_name(path) for path in SOURCES if rel(path).startswith("omni_ray/bench/")]
+    assert loaded_after("\n".join(f"import {m}" for m in modules)) == set()
+
+
 def test_imports_are_absolute():
     wrong = [
         f"{rel(path)}:{node.lineno}"

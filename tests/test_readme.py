@@ -1,5 +1,6 @@
 """README.md tells the truth: its code blocks run, its paths exist, its lists are complete."""
 
+import json
 import re
 import subprocess
 import sys
@@ -29,14 +30,18 @@ def test_client_blocks_run_against_voice_chat(serving: Serving, tmp_path: Path) 
         if SERVER not in body or body.startswith("make"):
             continue
         body = re.sub(r"\\\n\s*\| ffplay.*", "> played.pcm", body.replace(SERVER, app.url))
+        body = body.replace("omni-ray ", f"{sys.executable} -m omni_ray.cli ")
         command = [sys.executable, "-c", body] if "import base64" in body else ["bash", "-eo", "pipefail", "-c", body]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{body}\n{done.stdout}\n{done.stderr}"
         ran.append(done.stdout)
-    assert len(ran) == 3
+    assert len(ran) == 4
     assert (tmp_path / "played.pcm").stat().st_size > 48000
     assert (tmp_path / "answer.pcm").stat().st_size > 48000
     assert any("Paris" in out for out in ran)
+    assert sum(out.count("errors: 0 of 2") for out in ran) == 3
+    assert json.loads((tmp_path / "speech.json").read_text())["figures"]["audio_duration_s"]["count"] == 2
+    assert "<svg" in (tmp_path / "speech.html").read_text()
     assert any('"text":"What is the capital of France?"' in out.replace('": "', '":"') for out in ran)
 
 
