@@ -56,7 +56,7 @@ class LocalDispatcher:
     def plan(self, outputs: Collection[OutputKind], parts: Collection[RequestPart]) -> Plan:
         return make_plan(self.pipeline, outputs, parts)
 
-    def admitted(self) -> AbstractContextManager[None]:
+    def admitted(self, kept: int = 0) -> AbstractContextManager[None]:
         return nullcontext()
 
     async def stream(
@@ -98,7 +98,7 @@ async def start(app: ResolvedApp) -> LocalDispatcher:
 
 async def main(port: int, config: str) -> None:
     dispatcher = await start(resolve("ramp", AppArgs(deploy_config=config)))
-    app = make_app(dispatcher, frozenset())
+    app = make_app(dispatcher, {})
     await uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning")).serve()
 
 

@@ -3,7 +3,7 @@
 Which error belongs to which part of a request's way:
 
     client --InvalidRequestError, NotFoundError, PayloadTooLargeError--> ingress
-    ingress --SaturatedError--> client            (a bounded queue is full: nothing was started)
+    ingress --SaturatedError, RateLimitedError--> client      (a bounded queue or a key's limit: nothing was started)
     stage --StageFailedError, StageTimeoutError, ReplicaDiedError, SchemaMismatchError--> ingress
     deploy YAML, pipeline declaration --ConfigError--> operator, before any actor starts
 
@@ -79,6 +79,13 @@ class SaturatedError(OmniRayError):
         super().__init__(message, param)
         self.args = (message, param, retry_after_s)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitedError(SaturatedError):
+    """The API key has reached a limit of its own; the server may have room for others."""
+
+    status = 429
+    error_type = "rate_limit_error"
 
 
 class NotReadyError(SaturatedError):

@@ -15,7 +15,7 @@ from omni_ray.serve.resolve import AppArgs, resolve
 
 async def test_the_chain_in_one_process_equals_the_oracle() -> None:
     """It once stopped working when stages changed, and nothing said so."""
-    app = make_app(await start(resolve("ramp", AppArgs())), frozenset())
+    app = make_app(await start(resolve("ramp", AppArgs())), {})
     body = {"model": "ramp", "input": "one two three", "voice": "b", "response_format": "pcm"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://ramp") as client:
         response = await client.post("/v1/audio/speech", json=body)

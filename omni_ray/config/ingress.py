@@ -1,12 +1,13 @@
 """The ``ingress:`` block of a deploy config: limits, keys and what the HTTP side may do for a client."""
 
 import re
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from omni_ray.config.base import StrictModel
 
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 _MEDIA_ORIGIN = re.compile(r"(?:(https?)://)?((?:\*\.)?[a-z0-9_\-.\[\]:]*?[a-z0-9\]])(?::(\d{1,5}))?")
 
 
@@ -48,6 +49,18 @@ class MediaUrlConfig(StrictModel):
         return False
 
 
+class KeyLimits(StrictModel):
+    """What one API key may do; None is no limit. Beyond one its requests are answered 429.
+
+    Attributes:
+        concurrent_requests: requests under way.
+        requests_per_minute: requests let in, in any minute; as many may come at once.
+    """
+
+    concurrent_requests: int | None = Field(default=None, ge=1)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+
+
 class IngressConfig(StrictModel):
     """The HTTP side: limits, replicas, keys.
 
@@ -62,7 +75,10 @@ class IngressConfig(StrictModel):
         max_request_text_chars, max_media_parts: all text, and all media, of one request together.
         body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
         max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
-        api_keys_env: environment variable with comma-separated API keys; unset means no keys are asked for.
+        api_keys_env: environment variable with API keys, ``name:key,name:key``; unset means no keys are asked for.
+        key_limits, key_limits_of: limits of every key, and of single ones by their names instead. All are divided by
+            the number of ingress replicas.
+        cors_origins: web pages of these origins (``https://app.example.com``, or ``*``) may call; none by default.
         media_urls: where media may be fetched from.
         grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
         retry: one invisible retry when a replica dies before anything was sent.
@@ -83,6 +99,27 @@ class IngressConfig(StrictModel):
     body_idle_timeout_s: float = Field(default=30, gt=0)
     max_bodies_mb: float = Field(default=512, gt=0)
     api_keys_env: str | None = None
+    key_limits: KeyLimits = KeyLimits()
+    key_limits_of: dict[str, KeyLimits] = Field(default_factory=dict)
+    cors_origins: tuple[str, ...] = ()
     media_urls: MediaUrlConfig = MediaUrlConfig()
     grace_s: float | None = Field(default=None, gt=0)
     retry: bool = True
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(f"{origin!r} is no origin: write https://app.example.com, without a path, or *")
+        return origins
+
+    @model_validator(mode="after")
+    def _limits_have_keys(self) -> Self:
+        if self.api_keys_env is None and (self.key_limits != KeyLimits() or self.key_limits_of):
+            raise ValueError("key_limits and key_limits_of need api_keys_env: without keys everybody is the same")
+        return self
+
+    def limits_of(self, key: str) -> KeyLimits:
+        """The limits of the key of this name."""
+        return self.key_limits_of.get(key, self.key_limits)

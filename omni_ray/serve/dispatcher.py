@@ -91,13 +91,16 @@ class Dispatcher:
         return make_plan(self.pipeline, outputs, parts)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, kept: int = 0) -> Iterator[None]:
         """Hold one of ``max_concurrent_requests`` places, from before the body is read until the answer is over.
 
+        Args:
+            kept: so many of the places are not for this request.
+
         Raises:
-            SaturatedError: all are taken.
+            SaturatedError: all others are taken.
         """
-        if self._active >= self.config.max_concurrent_requests:
+        if self._active >= self.config.max_concurrent_requests - kept:
             raise SaturatedError(f"this server already works on {self._active} requests")
         self._active += 1
         try:

@@ -1,6 +1,5 @@
 """The deployment that faces HTTP: an OpenAI-compatible app over the dispatcher."""
 
-import os
 from collections.abc import Mapping
 
 import ray
@@ -8,9 +7,9 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from omni_ray.errors import ConfigError
 from omni_ray.registry import load_plugins
 from omni_ray.serve.api.app import make_app
+from omni_ray.serve.api.keys import read_api_keys
 from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import IngressSpec
@@ -24,14 +23,15 @@ class Ingress:
         self._dispatcher: Dispatcher | None = None
         load_plugins()
         check_actual_options("ingress", spec.derived)
-        self._api_keys = read_api_keys(spec.config.api_keys_env)
+        self._api_keys = read_api_keys(spec.config)
+        self._replicas = spec.derived.num_replicas
         host = ray.util.get_node_ip_address()
         self._dispatcher = Dispatcher(spec.pipeline, spec.config, spec.streaming, spec.model_name, stages, host)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the app after the constructor."""
         assert self._dispatcher is not None
-        return make_app(self._dispatcher, self._api_keys)
+        return make_app(self._dispatcher, self._api_keys, self._replicas)
 
     async def active(self) -> int:
         """Requests alive in this replica, for tests and dashboards."""
@@ -42,17 +42,3 @@ class Ingress:
         """Ray Serve's shutdown hook."""
         if self._dispatcher is not None:
             await self._dispatcher.stop()
-
-
-def read_api_keys(variable: str | None) -> frozenset[str]:
-    """The API keys in an environment variable, comma-separated.
-
-    Raises:
-        ConfigError: the variable is named but empty: a typo there would open the service to everybody.
-    """
-    if variable is None:
-        return frozenset()
-    keys = frozenset(key.strip() for key in os.environ.get(variable, "").split(",") if key.strip())
-    if not keys:
-        raise ConfigError([f"ingress.api_keys_env: environment variable {variable!r} is empty or not set on this node"])
-    return keys

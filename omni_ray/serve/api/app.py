@@ -1,17 +1,20 @@
 """The application: routes, key check, error handlers, request log."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from omni_ray import __version__
 from omni_ray.errors import OmniRayError
 from omni_ray.serve.api.chat import chat_routes
 from omni_ray.serve.api.errors import on_http_exception, on_omni_ray_error, on_validation_error
 from omni_ray.serve.api.fetch import MediaFetcher
+from omni_ray.serve.api.gate import Gate
 from omni_ray.serve.api.health import health_routes
 from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys
@@ -22,16 +25,29 @@ from omni_ray.serve.api.speech import speech_routes
 from omni_ray.serve.api.transcription import transcription_routes
 from omni_ray.serve.dispatcher import Dispatcher
 
+_EXPOSED = (
+    "retry-after",
+    "x-channels",
+    "x-omni-ray-ignored",
+    "x-omni-ray-truncated",
+    "x-request-id",
+    "x-sample-rate",
+)
+"""Headers of ours that scripts of an allowed web page may read."""
 
-def make_app(dispatcher: Dispatcher, api_keys: frozenset[str]) -> FastAPI:
+
+def make_app(dispatcher: Dispatcher, api_keys: Mapping[str, str], replicas: int = 1) -> FastAPI:
     """The HTTP application over ``dispatcher``.
 
     Args:
         dispatcher: admits requests and streams their events.
-        api_keys: keys that may use ``/v1``; empty asks for none.
+        api_keys: keys that may use ``/v1``, by name; empty asks for none.
+        replicas: ingress replicas there may be, this one included.
     """
     config = dispatcher.config
-    service = Service(dispatcher, ApiKeys(api_keys), Bodies(config), MediaFetcher(config.media_urls))
+    keys = ApiKeys(api_keys)
+    gate = Gate(config, keys.names, replicas)
+    service = Service(dispatcher, keys, gate, Bodies(config), MediaFetcher(config.media_urls))
     app = FastAPI(
         title="omni_ray",
         version=__version__,
@@ -53,5 +69,13 @@ def make_app(dispatcher: Dispatcher, api_keys: frozenset[str]) -> FastAPI:
     app.add_exception_handler(OmniRayError, on_omni_ray_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(RequestLog, served=service.served)
+    app.add_middleware(RequestLog)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("authorization", "content-type", "x-request-id", "traceparent"),
+            expose_headers=_EXPOSED,
+        )
     return app

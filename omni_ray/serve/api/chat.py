@@ -16,6 +16,7 @@ from omni_ray.serve.api.deltas import deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.media import decode_clips
+from omni_ray.serve.api.priority import CHAT
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import json_body
 from omni_ray.serve.api.service import Service
@@ -34,7 +35,7 @@ def chat_routes(service: Service) -> APIRouter:
         """Text and speech from a chat; streamed as server-sent events."""
         chat_route_exists(service)
         info = info_of(request)
-        service.admit(info)
+        service.admit(info, CHAT)
         with service.bodies.receive(request) as body:
             call, encoded = await read_json(body, model, lambda parsed: read_chat(service, parsed, info))
             clips = await decode_clips(service, body, encoded)

@@ -102,7 +102,9 @@ class ChatBody(OpenAIModel):
     ] = None
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    priority: int | None = Field(default=None, ge=0, le=MAX_PRIORITY)
+    priority: int | None = Field(
+        default=None, ge=0, le=MAX_PRIORITY, description="whose turn is first: smaller numbers; 0 is the default"
+    )
     n: int | None = Field(default=None, ge=1)
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

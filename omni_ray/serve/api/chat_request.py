@@ -16,6 +16,7 @@ from omni_ray.serve.api.chat_messages import read_messages
 from omni_ray.serve.api.chat_models import AudioOptions, ChatBody
 from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.media import EncodedClip
+from omni_ray.serve.api.priority import CHAT, priority_of
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.sampling import unread_sampling
 from omni_ray.serve.api.service import MAX_TOKENS, Service
@@ -48,9 +49,9 @@ class ChatCall:
 
 def chat_route_exists(service: Service) -> None:
     """``NotFoundError`` where the pipeline takes no messages."""
-    pipeline = service.dispatcher.pipeline
-    if not any("messages" in edge.parts for stage in pipeline.stages for edge in stage.inputs):
-        raise NotFoundError(f"this model has no such route: pipeline {pipeline.name} takes no messages")
+    if not service.takes_messages():
+        name = service.dispatcher.pipeline.name
+        raise NotFoundError(f"this model has no such route: pipeline {name} takes no messages")
 
 
 def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> tuple[ChatCall, tuple[EncodedClip, ...]]:
@@ -83,7 +84,7 @@ def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> tuple[Chat
         request=service.new_request(
             info,
             seed=body.seed,
-            priority=body.priority or 0,
+            priority=priority_of(body.priority, CHAT),
             extras=extras_of(body, dispatcher.extras),
             sampling=sampling,
             messages=messages,

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_ray.serve.api.errors import error_response, log, public_error
-from omni_ray.serve.api.keys import ANONYMOUS, ServedSeconds
+from omni_ray.serve.api.keys import ANONYMOUS
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -28,7 +28,8 @@ class RequestInfo:
         request_id: made here; the client's own id is never used inside.
         client_id: the client's ``x-request-id`` if it is harmless; echoed instead of ours.
         traceparent: W3C trace context, or None.
-        api_key: set by the key check.
+        api_key: the key's name, set by the key check.
+        served_s: what its key had been served before it, see ``Shares``.
         status: 0 until the status line is sent.
         audio_seconds: sound sent so far. clipped: its samples that lay outside [-1, 1].
         outcome: ``ok``, ``disconnected``, or the error that ended a stream in its middle.
@@ -39,6 +40,7 @@ class RequestInfo:
     client_id: str | None = None
     traceparent: str | None = None
     api_key: str = ANONYMOUS
+    served_s: float = 0.0
     status: int = 0
     audio_seconds: float = 0.0
     clipped: int = 0
@@ -58,9 +60,8 @@ class AbortedResponse(Exception):
 class RequestLog:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, served: ServedSeconds) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._served = served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] != "http":
@@ -96,7 +97,6 @@ class RequestLog:
             await error_response(public_error(error, info.request_id))(scope, receive, send_with_id)
         finally:
             info.held.close()
-            self._served.add(info.api_key, info.audio_seconds)
             _log_line(scope, info, time.monotonic() - started)
 
 
@@ -107,9 +107,10 @@ def _matching(pattern: re.Pattern[str], value: str | None) -> str | None:
 def _log_line(scope: Scope, info: RequestInfo, seconds: float) -> None:
     route = scope.get("route")
     log.info(
-        "request %s client_id=%s %s %s status=%d outcome=%s seconds=%.3f audio_seconds=%.3f clipped=%d",
+        "request %s client_id=%s key=%s %s %s status=%d outcome=%s seconds=%.3f audio_seconds=%.3f clipped=%d",
         info.request_id,
         info.client_id or "-",
+        info.api_key or "-",
         scope["method"],
         route.path if route is not None else "unmatched",
         info.status,

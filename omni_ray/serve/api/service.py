@@ -1,5 +1,6 @@
 """What every route works with, and the checks all of them share."""
 
+import contextlib
 import secrets
 import time
 import unicodedata
@@ -12,9 +13,12 @@ from omni_ray.engine.types import Message, Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
 from omni_ray.serve.api.errors import shown
 from omni_ray.serve.api.fetch import MediaFetcher
+from omni_ray.serve.api.gate import Gate
 from omni_ray.serve.api.incoming import Bodies
-from omni_ray.serve.api.keys import ApiKeys, ServedSeconds
+from omni_ray.serve.api.keys import ApiKeys
+from omni_ray.serve.api.priority import CHAT
 from omni_ray.serve.api.request_log import RequestInfo
+from omni_ray.serve.api.shares import Shares
 from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.serve.planner import Plan
 
@@ -29,18 +33,36 @@ class Service:
 
     dispatcher: Dispatcher
     keys: ApiKeys
+    gate: Gate
     bodies: Bodies
     fetcher: MediaFetcher
-    served: ServedSeconds = field(default_factory=ServedSeconds)
+    shares: Shares = field(default_factory=Shares)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def admit(self, info: RequestInfo) -> None:
+    def admit(self, info: RequestInfo, priority: int) -> None:
         """Takes a place in the server until the request is over; before its body is read (C59).
 
+        The last eighth of the places is kept for chat, where the pipeline takes messages.
+
+        Args:
+            info: the request's.
+            priority: the route's.
+
         Raises:
-            SaturatedError: there is none.
+            RateLimitedError: the request's API key has reached a limit of its own.
+            SaturatedError: there is no place.
         """
-        info.held.enter_context(self.dispatcher.admitted())
+        kept = self.dispatcher.config.max_concurrent_requests // 8 if priority > CHAT and self.takes_messages() else 0
+        with contextlib.ExitStack() as taken:
+            taken.enter_context(self.dispatcher.admitted(kept))
+            taken.enter_context(self.gate.passed(info.api_key))
+            info.served_s = taken.enter_context(self.shares.share(info.api_key, lambda: info.audio_seconds))
+            info.held.push(taken.pop_all())
+
+    def takes_messages(self) -> bool:
+        """Whether the pipeline has a chat route."""
+        stages = self.dispatcher.pipeline.stages
+        return any("messages" in edge.parts for stage in stages for edge in stage.inputs)
 
     def check_model(self, model: str) -> None:
         """``NotFoundError`` for every id but the served one."""
@@ -77,7 +99,7 @@ class Service:
             request_id=info.request_id,
             seed=secrets.randbelow(MAX_SEED + 1) if seed is None else seed,
             priority=priority,
-            served_s=self.served.of(info.api_key),
+            served_s=info.served_s,
             messages=messages,
             speech_text=speech_text,
             voice=voice,

@@ -14,6 +14,7 @@ from omni_ray.serve.api.body import read_json, with_extras
 from omni_ray.serve.api.deltas import AudioDelta, Delta, Ended, deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import json_body
 from omni_ray.serve.api.service import Service
@@ -39,7 +40,7 @@ def speech_routes(service: Service) -> APIRouter:
         """
         plan = service.route_plan("audio", "speech_text")
         info = info_of(request)
-        service.admit(info)
+        service.admit(info, SPEECH)
         with service.bodies.receive(request) as body:
             call = await read_json(body, model, lambda parsed: read_speech(service, parsed, plan, info, extras))
         return LiveResponse(_answer(service, call, plan, info), info)

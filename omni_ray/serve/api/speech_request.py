@@ -15,6 +15,7 @@ from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.body import OpenAIModel, extras_of, ignored_header, unknown_fields
 from omni_ray.serve.api.errors import invalid, shown
+from omni_ray.serve.api.priority import SPEECH, WHOLE_SPEECH, priority_of
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.sampling import unread_sampling
 from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Service, is_blank
@@ -42,7 +43,12 @@ class SpeechBody(OpenAIModel):
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     extra_params: SamplingParams | None = None
     max_new_tokens: int | None = None
-    priority: int | None = Field(default=None, ge=0, le=MAX_PRIORITY)
+    priority: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_PRIORITY,
+        description="whose turn is first: smaller numbers. At least 1 for streamed speech and 2 for whole files",
+    )
 
 
 class Delivery(Enum):
@@ -93,11 +99,12 @@ def read_speech(
     unread = unread_sampling(
         dispatcher.pipeline, plan, sampling, lambda name: longest if name == "max_tokens" else f"extra_params.{name}"
     )
+    priority = priority_of(body.priority, WHOLE_SPEECH if delivery is Delivery.WHOLE else SPEECH)
     return SpeechCall(
         request=service.new_request(
             info,
             seed=body.seed,
-            priority=body.priority or 0,
+            priority=priority,
             extras=extras_of(body, extras),
             sampling=sampling,
             speech_text=body.input,
@@ -109,7 +116,7 @@ def read_speech(
         format=format.name,
         content_type=format.content_type,
         sample_rate=body.sample_rate,
-        ignored=ignored_header([*unknown_fields(body), *_known_but_ignored(body), *unread]),
+        ignored=ignored_header([*unknown_fields(body), *_known_but_ignored(body, priority), *unread]),
     )
 
 
@@ -161,6 +168,8 @@ def _sampling(body: SpeechBody) -> SamplingParams:
         raise InvalidRequestError(f"max_new_tokens: {invalid(error).message[12:]}", "max_new_tokens") from error
 
 
-def _known_but_ignored(body: SpeechBody) -> Iterator[str]:
+def _known_but_ignored(body: SpeechBody, priority: int) -> Iterator[str]:
     if body.instructions:
         yield "instructions"
+    if body.priority is not None and body.priority < priority:
+        yield "priority"

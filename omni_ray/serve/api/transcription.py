@@ -11,6 +11,7 @@ from omni_ray.serve.api.deltas import Ended, SegmentDelta, deltas_of
 from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.media import decode_clips
+from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import form_body
 from omni_ray.serve.api.service import Service
@@ -28,7 +29,7 @@ def transcription_routes(service: Service) -> APIRouter:
         """Text from an uploaded audio file."""
         plan = service.route_plan("transcript", "input_audio")
         info = info_of(request)
-        service.admit(info)
+        service.admit(info, SPEECH)
         with service.bodies.receive(request) as body:
             call, encoded = await read_transcription(service, body, plan, info)
             [clip] = await decode_clips(service, body, [encoded])

@@ -16,6 +16,7 @@ from omni_ray.serve.api.body import ignored_header
 from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.incoming import MB, Body
 from omni_ray.serve.api.media import EncodedClip
+from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.sampling import unread_sampling
 from omni_ray.serve.api.service import Service
@@ -100,7 +101,7 @@ async def _read_fields(
         request=service.new_request(
             info,
             seed=None,
-            priority=0,
+            priority=SPEECH,
             extras={},
             sampling=sampling,
             language=read_language(read.language, pipeline),

@@ -180,8 +180,8 @@ class FakeDispatcher:
         return make_plan(self.pipeline, outputs, parts)
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
-        if self.active >= self.config.max_concurrent_requests:
+    def admitted(self, kept: int = 0) -> Iterator[None]:
+        if self.active >= self.config.max_concurrent_requests - kept:
             raise SaturatedError("full")
         self.active += 1
         try:
@@ -218,7 +218,7 @@ class FakeDispatcher:
 
 def app_of(fake: FakeDispatcher, *keys: str) -> FastAPI:
     """The application over a fake."""
-    return make_app(cast(Dispatcher, fake), frozenset(keys))
+    return make_app(cast(Dispatcher, fake), {f"name of {key}": key for key in keys})
 
 
 def client_of(fake: FakeDispatcher, *keys: str, **kwargs: Any) -> httpx.AsyncClient:
