@@ -15,17 +15,18 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextMLP
 
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, attend_alike, rounded_up
+from omni_ray.engine.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer: weights [out, in], and transformers' sparse block (``gate`` and ``experts``)."""
+    """One decoder layer: its weights, and transformers' sparse block (``gate`` and ``experts``)."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: PackedLinear
     q_norm: Tensor
     k_norm: Tensor
-    attention_out: Tensor
+    attention_out: PackedLinear
     mlp_norm: Tensor
     mlp: Any
 
@@ -71,7 +72,7 @@ class ThinkerDecoder:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         self.embedding: Tensor = text_model.embed_tokens.weight.detach()
-        self.head = head.detach()
+        self.head = PackedLinear(head)
         self.norm: Tensor = text_model.norm.weight.detach()
         self.layers = [_fused(layer) for layer in text_model.layers]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
@@ -115,7 +116,7 @@ class ThinkerDecoder:
         attend = attend_alike if self._fixed else F.scaled_dot_product_attention
         captured = None
         for number, (layer, kv) in enumerate(zip(self.layers, self.kv, strict=True)):
-            qkv = F.linear(self._normed(x, layer.attention_norm), layer.qkv).view(n, t, -1, d)
+            qkv = layer.qkv(self._normed(x, layer.attention_norm)).view(n, t, -1, d)
             q, k, v = torch.split(qkv, [self.heads, g, g], dim=2)
             q = _rotated(self._normed(q, layer.q_norm), cos, sin)
             k = _rotated(self._normed(k, layer.k_norm), cos, sin)
@@ -124,7 +125,7 @@ class ThinkerDecoder:
             q = q.reshape(n, t, g, per_group, d).permute(0, 2, 3, 1, 4).reshape(n, g, per_group * t, d)
             y = attend(q, known[:, :g], known[:, g:], mask)
             y = y.reshape(n, g, per_group, t, d).permute(0, 3, 1, 2, 4).reshape(n, t, self.heads * d)
-            x = x + F.linear(y, layer.attention_out)
+            x = x + layer.attention_out(y)
             normed = self._normed(x, layer.mlp_norm)
             x = x + (_all_experts(layer.mlp, normed) if self._fixed else layer.mlp(normed))
             if number + 1 == capture:
@@ -136,7 +137,7 @@ class ThinkerDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -173,10 +174,10 @@ def _fused(layer: Any) -> Layer:
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     return Layer(
         attention_norm=layer.input_layernorm.weight.detach(),
-        qkv=torch.cat([part.weight.detach() for part in parts]),
+        qkv=PackedLinear(torch.cat([part.weight.detach() for part in parts])),
         q_norm=attention.q_norm.weight.detach(),
         k_norm=attention.k_norm.weight.detach(),
-        attention_out=attention.o_proj.weight.detach(),
+        attention_out=PackedLinear(attention.o_proj.weight),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
         mlp=layer.mlp,
     )

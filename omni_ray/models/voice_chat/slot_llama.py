@@ -18,18 +18,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.fixed_shapes import POSITIONS, ROWS, attend_alike, rounded_up
+from omni_ray.engine.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer's weights, [out, in]."""
+    """One decoder layer's weights."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    attention_out: Tensor
+    qkv: PackedLinear
+    attention_out: PackedLinear
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 class SlotLlama:
@@ -67,7 +68,7 @@ class SlotLlama:
         )
         self.eps = config.rms_norm_eps
         self.embedding: Tensor = model.model.embed_tokens.weight.detach()
-        self.head: Tensor = model.lm_head.weight.detach()
+        self.head = PackedLinear(model.lm_head.weight)
         self.norm: Tensor = model.model.norm.weight.detach()
         self.layers = [_fused(layer) for layer in model.model.layers]
         self.dtype = self.embedding.dtype
@@ -101,7 +102,7 @@ class SlotLlama:
         x = F.embedding(ids, self.embedding)
         hidden = x.shape[-1]
         for layer, kv in zip(self.layers, self.kv, strict=True):
-            qkv = F.linear(F.rms_norm(x, (hidden,), layer.attention_norm, self.eps), layer.qkv).view(n, t, -1, d)
+            qkv = layer.qkv(F.rms_norm(x, (hidden,), layer.attention_norm, self.eps)).view(n, t, -1, d)
             rotated = self._rotate(qkv[:, :, : self.heads + g], cos, sin)
             q, k, v = rotated[:, :, : self.heads], rotated[:, :, self.heads :], qkv[:, :, self.heads + g :]
             kv.index_copy_(0, where, torch.cat((k, v), 2).flatten(0, 1))
@@ -109,9 +110,9 @@ class SlotLlama:
             q = q.reshape(n, t, g, per_group, d).permute(0, 2, 3, 1, 4).reshape(n, g, per_group * t, d)
             y = self._attend(q, known[:, :g], known[:, g:], mask)
             y = y.reshape(n, g, per_group, t, d).permute(0, 3, 1, 2, 4).reshape(n, t, self.heads * d)
-            x = x + F.linear(y, layer.attention_out)
-            gate, up = F.linear(F.rms_norm(x, (hidden,), layer.mlp_norm, self.eps), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + layer.attention_out(y)
+            gate, up = layer.gate_up(F.rms_norm(x, (hidden,), layer.mlp_norm, self.eps)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
         return F.rms_norm(x, (hidden,), self.norm, self.eps)
 
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
@@ -143,7 +144,7 @@ class SlotLlama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., vocabulary] of hidden states [..., hidden]."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """As transformers' ``apply_rotary_pos_emb``: ``roll`` swaps halves, ``rotate_half``'s sign is in ``sin``."""
@@ -156,9 +157,9 @@ def _fused(layer: Any) -> Layer:
     gate_up = torch.cat([part.weight.detach() for part in (mlp.gate_proj, mlp.up_proj)])
     return Layer(
         layer.input_layernorm.weight.detach(),
-        qkv,
-        attention.o_proj.weight.detach(),
+        PackedLinear(qkv),
+        PackedLinear(attention.o_proj.weight),
         layer.post_attention_layernorm.weight.detach(),
-        gate_up,
-        mlp.down_proj.weight.detach(),
+        PackedLinear(gate_up),
+        PackedLinear(mlp.down_proj.weight),
     )
