@@ -25,6 +25,7 @@ from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 
 OMNI_PIPELINES: dict[str, str] = {
+    "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
     "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
     "voice_chat": "omni_ray.models.voice_chat.pipeline:PIPELINE",
@@ -39,12 +40,14 @@ _MODELS: dict[str, str] = {
     "SmolLM2Thinker": "omni_ray.models.voice_chat.thinker:SmolLM2Thinker",
     "HibariTalker": "omni_ray.models.voice_chat.talker:HibariTalker",
     "HibariCodec": "omni_ray.models.voice_chat.code2wav:HibariCodec",
+    "MossTTSNano": "omni_ray.models.moss_tts_nano.model:MossTTSNano",
     "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
     "Qwen3OmniTalker": "omni_ray.models.qwen3_omni.talker:Qwen3OmniTalker",
     "Qwen3OmniCode2Wav": "omni_ray.models.qwen3_omni.code2wav:Qwen3OmniCode2Wav",
 }
 
 _EXTRAS: dict[str, str] = {
+    "MossTTSNano": "omni_ray.models.moss_tts_nano.options:EXTRAS",
     "RampThinker": "omni_ray.models.ramp.options:EXTRAS",
 }
 
@@ -60,6 +63,7 @@ class EngineEntry:
 ENGINES: dict[str, EngineEntry] = {
     "ar": EngineEntry("omni_ray.engine.ar:AREngine", "omni_ray.engine.options:AROptions"),
     "codec": EngineEntry("omni_ray.engine.codec:CodecEngine", "omni_ray.engine.options:CodecOptions"),
+    "generator": EngineEntry("omni_ray.engine.generator:GeneratorEngine", "omni_ray.engine.options:GeneratorOptions"),
     "per_request": EngineEntry(
         "omni_ray.engine.per_request:PerRequestEngine", "omni_ray.engine.options:PerRequestOptions"
     ),

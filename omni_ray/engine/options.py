@@ -47,6 +47,20 @@ class PerRequestOptions(EngineOptions):
     threads: int = Field(default=1, ge=1)
 
 
+class GeneratorOptions(EngineOptions):
+    """Options of the generator engine.
+
+    Attributes:
+        max_pieces: pieces that a generator may be ahead of its reader.
+        trust_remote_code: run the Python files inside the checkpoint. Whoever can write the checkpoint then runs code
+            in the replica.
+    """
+
+    max_num_seqs: int = Field(default=1, ge=1)
+    max_pieces: int = Field(default=4, ge=1)
+    trust_remote_code: bool = False
+
+
 class CodecOptions(EngineOptions):
     """Options of the codec engine.
 
