@@ -97,7 +97,22 @@ class StageFailedError(OmniRayError):
 
 
 class ReplicaDiedError(StageFailedError):
-    """The replica that computed this request is gone. The one error that the ingress may retry."""
+    """The replica that computed this request is gone. The one error after which the ingress may try again.
+
+    Attributes:
+        stage: whose replica it was.
+    """
+
+    status = 503
+
+    def __init__(self, message: str, param: str | None = None, stage: str = "") -> None:
+        super().__init__(message, param)
+        self.args = (message, param, stage)
+        self.stage = stage
+
+
+class TakeoverRefusedError(StageFailedError):
+    """A replica died in mid-stream and no other one may go on with the request."""
 
     status = 503
 

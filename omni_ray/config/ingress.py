@@ -82,6 +82,8 @@ class IngressConfig(StrictModel):
         media_urls: where media may be fetched from.
         grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
         retry: one invisible retry when a replica dies before anything was sent.
+        takeover: when a replica dies after that, another one goes on where it stopped, if the stages' engines can.
+        max_takeovers: how often that may happen to one request.
     """
 
     deployment: dict[str, Any] = Field(default_factory=dict)
@@ -105,6 +107,8 @@ class IngressConfig(StrictModel):
     media_urls: MediaUrlConfig = MediaUrlConfig()
     grace_s: float | None = Field(default=None, gt=0)
     retry: bool = True
+    takeover: bool = True
+    max_takeovers: int = Field(default=2, ge=1)
 
     @field_validator("cors_origins")
     @classmethod

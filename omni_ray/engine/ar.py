@@ -15,8 +15,9 @@ from omni_ray.engine.ar_model import ARModel, CodecLM, SlotModel
 from omni_ray.engine.ar_row import Steps
 from omni_ray.engine.ar_stream import RowStream
 from omni_ray.engine.ar_text import TextSteps
-from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume, only_input
+from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
 from omni_ray.engine.options import AROptions, CodecLMOptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, Output, Request
 from omni_ray.errors import ConfigError, StageFailedError
 

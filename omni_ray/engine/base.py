@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from omni_ray.config.pipeline import StagePipelineConfig
 from omni_ray.engine.options import EngineOptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Output, Request
 
 Progress = Callable[[str], None]
@@ -43,18 +44,19 @@ class EngineStats:
     max_num_seqs: int
 
 
-class Resume:
-    """What a request already produced elsewhere; each engine that can continue one (``resumable``) has its own kind."""
-
-
 class Engine(ABC):
     """Computes one stage for many requests at once.
 
     ``start`` once; then any number of concurrent ``generate`` calls; then ``stop``. One request's failure touches that
     request only. Closing the iterator stops the work within one step and frees everything.
+
+    Attributes:
+        resumable: whether a request whose replica died can go on in another one. ``none``: it cannot. ``replay``: what
+            was made is made again, from the record (tokens, code frames) where there is one. ``state``: the engine
+            takes its state over without computing anything again.
     """
 
-    resumable: ClassVar[Literal["none", "replay", "state"]] = "none"
+    resumable: Literal["none", "replay", "state"] = "none"
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -73,10 +75,11 @@ class Engine(ABC):
             request: with ``sampling`` resolved for this stage.
             inputs: one iterator of typed inputs per source of this stage's edges, as its processors yield them. They
                 are lazy: nothing upstream runs before the first ``__anext__``, so a full engine refuses first.
-            resume: what earlier positions held, if this request continues one that lost its replica.
+            resume: what this stage had made before a replica died; never given to an engine that is not ``resumable``.
 
         Yields:
-            Chunks in order of position, then exactly one ``Finish``.
+            Chunks in order of position, then exactly one ``Finish``. With ``resume`` too everything from position 0 on,
+            because later stages start anew as well; only sound begins behind ``resume.samples``.
 
         Raises:
             SaturatedError: before the first output, if the engine's bounded queue is full.

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.admission import Admission
-from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume, only_input
+from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
 from omni_ray.engine.batches import Batches, BatchLengthError
 from omni_ray.engine.lead import Lead
 from omni_ray.engine.options import CodecOptions
 from omni_ray.engine.rechunk import Rechunker, Units, array_of
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, FinishReason, Output, Request, Usage
 from omni_ray.errors import ConfigError, NonFiniteAudioError, StageFailedError
 
@@ -183,7 +184,13 @@ class WindowCodec(Codec):
 
 
 class CodecEngine(Engine):
-    """Runs a ``Codec`` for many requests: one batch at a time, in one thread."""
+    """Runs a ``Codec`` for many requests: one batch at a time, in one thread.
+
+    A request that goes on after its replica died is decoded again from its first frame or row, in the same chunks,
+    which rebuilds whatever the codec carries; what was heard is not given out again.
+    """
+
+    resumable = "replay"
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -212,6 +219,10 @@ class CodecEngine(Engine):
         reason: FinishReason = "stop"
         rate, position, units = self._codec.sample_rate, 0, 0
         limit = int(request.max_audio_seconds * rate)
+        heard = resume.samples if resume is not None else 0
+        if resume is not None and resume.finish is not None:
+            yield resume.finish
+            return
         async with self._admission.place(request):
             state, lead = self._codec.open(request), Lead(request)
             try:
@@ -223,10 +234,11 @@ class CodecEngine(Engine):
                         samples = await self._batches.submit(DecodeItem(state, chunk, last), lead)
                         units += len(array_of(chunk))
                         kept = samples[: limit - position]
-                        if len(kept):
-                            yield AudioChunk(position, kept, rate)
-                            position += len(kept)
-                            lead.emitted(position / rate)
+                        new = kept[max(0, heard - position) :]
+                        position += len(kept)
+                        if len(new):
+                            yield AudioChunk(position - len(new), new, rate)
+                            lead.emitted((position - heard) / rate)
                         if len(kept) < len(samples):
                             reason = "length"
                             break

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from omni_ray.audio import check_finite
 from omni_ray.engine.admission import Admission
-from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume, only_input
+from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
 from omni_ray.engine.generator_run import GeneratorRun, Job, Piece, StepLock
 from omni_ray.engine.options import GeneratorOptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import AudioChunk, Finish, FinishReason, Output, Request, Usage
 from omni_ray.errors import StageFailedError
 

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from omni_ray.engine.admission import Admission
-from omni_ray.engine.base import Engine, EngineContext, EngineStats, Resume
+from omni_ray.engine.base import Engine, EngineContext, EngineStats
 from omni_ray.engine.options import PerRequestOptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Output, Request
 
 P = ParamSpec("P")
@@ -55,7 +56,14 @@ class Threads:
 
 
 class PerRequestModel(ABC):
-    """The model side: built in ``Engine.start`` as ``model_cls(context)``."""
+    """The model side: built in ``Engine.start`` as ``model_cls(context)``.
+
+    Attributes:
+        resumable: see ``Engine``. A model that says ``replay`` makes the same outputs of the same inputs, bit for bit,
+            in every replica.
+    """
+
+    resumable: Literal["none", "replay"] = "none"
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -66,7 +74,11 @@ class PerRequestModel(ABC):
 
     @abstractmethod
     def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncIterator[Any]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncIterator[Output]:
         """Compute one request; keep its whole state in local variables. Same rules as ``Engine.generate``."""
 
@@ -80,6 +92,7 @@ class PerRequestEngine(Engine):
         self._admission = Admission(context.stage.name, context.options)
         self._threads = Threads(self._admission, context.options.threads)
         self._model: PerRequestModel = context.model_cls(context)
+        self.resumable = self._model.resumable
 
     async def start(self) -> None:
         """Load the model in a thread."""
@@ -89,7 +102,7 @@ class PerRequestEngine(Engine):
         self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
     ) -> AsyncIterator[Output]:
         """See ``Engine.generate``."""
-        generator = _generator(self._model, request, inputs, self._threads)
+        generator = _closable(self._model.generate(request, inputs, self._threads, resume))
         async with self._admission.place(request), aclosing(generator) as outputs:
             async for output in outputs:
                 self._admission.progressed()
@@ -108,8 +121,6 @@ class PerRequestEngine(Engine):
         self._threads.stop()
 
 
-def _generator(
-    model: PerRequestModel, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
-) -> Any:
-    """The model's generator, typed loosely: ``aclosing`` wants an ``aclose`` that ``AsyncIterator`` lacks."""
-    return model.generate(request, inputs, threads)
+def _closable(generator: AsyncIterator[Output]) -> Any:
+    """Typed loosely: ``aclosing`` wants an ``aclose`` that ``AsyncIterator`` lacks."""
+    return generator

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pydantic import BaseModel
 from ray import serve
@@ -18,7 +18,8 @@ from omni_ray.config.pipeline import OutputKind, PipelineConfig, RequestPart
 from omni_ray.engine.types import Clip, Request
 from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageTimeoutError
 from omni_ray.registry import extras_for
-from omni_ray.serve.events import Envelope, OutputEvent
+from omni_ray.serve.attempts import Attempts, Tenants
+from omni_ray.serve.events import Envelope, Event, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.lifeline import LifelineHost
 from omni_ray.serve.planner import Plan, make_plan
@@ -76,6 +77,7 @@ class Dispatcher:
         self._readiness = Readiness(False, {name: "not asked yet" for name in handles})
         self._was_ready = asyncio.Event()
         self._active = 0
+        self._tenants = Tenants()
         self._collector = RefCollector()
         self._status: asyncio.Future[ServeStatus] | None = None
         self._status_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-status")
@@ -111,10 +113,7 @@ class Dispatcher:
     async def stream(
         self, request: Request, plan: Plan, clips: Sequence[Clip] = (), traceparent: str | None = None
     ) -> AsyncGenerator[OutputEvent, None]:
-        """Outputs of the plan's final stages, as they come.
-
-        A replica that dies before any event came back is worth one more attempt; a request that dies on two replicas
-        is itself the likely cause and is not tried again.
+        """Outputs of the plan's final stages, as they come; a replica that dies is survived as ``Attempts`` says.
 
         Raises:
             NotReadyError: the application has never been ready yet; nothing was started.
@@ -123,24 +122,23 @@ class Dispatcher:
         """
         await self._started()
         envelope = Envelope(request, plan, await store_clips(clips, self._streaming.inline_bytes), traceparent)
-        complete = begun = False
-        retries = 1 if self.config.retry else 0
+        attempts = Attempts(self.config, self._tenants, envelope, self._streaming.first_chunk_timeout_s)
+        deadline = asyncio.get_running_loop().time() + self.max_audio_seconds + STREAM_MARGIN_S
+        complete = False
         try:
             while not complete:
                 try:
-                    async with aclosing(self._attempt(envelope)) as events:
+                    async with aclosing(self._attempt(attempts.envelope, deadline)) as events:
                         async for event in events:
-                            begun = True
-                            if event is not None:
-                                yield event
+                            if (new := attempts.take(event)) is not None:
+                                yield new
                     complete = True
                 except ReplicaDiedError as error:
-                    if begun or not retries:
-                        raise
-                    retries -= 1
-                    logger.warning("request %s is tried once more: %s", request.request_id, error)
-                    envelope = replace(envelope, request=replace(request, attempt=request.attempt + 1))
+                    attempts.again(error)
+                except SaturatedError as error:
+                    await attempts.wait(error)
         finally:
+            attempts.close()
             if envelope.holds_refs() and not complete:
                 self._collector.soon()
 
@@ -153,17 +151,16 @@ class Dispatcher:
             waiting = ", ".join(self._readiness.waiting)
             raise NotReadyError(f"starting: waiting for {waiting}", retry_after_s=5) from None
 
-    async def _attempt(self, envelope: Envelope) -> AsyncGenerator[OutputEvent | None, None]:
-        """Outputs of one attempt; None for an event that is none, which still means that something came back."""
+    async def _attempt(self, envelope: Envelope, deadline: float) -> AsyncGenerator[Event, None]:
+        """Events of one attempt."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.max_audio_seconds + STREAM_MARGIN_S
         async with aclosing(self._clients[envelope.plan.trunk].stream(envelope)) as stream:
             async for received in stream:
                 if loop.time() > deadline:
                     raise StageTimeoutError(
                         f"the answer took longer than {self.max_audio_seconds:g} s, the longest stream allowed here"
                     )
-                yield received.event if isinstance(received.event, OutputEvent) else None
+                yield received.event
 
     async def readiness(self) -> Readiness:
         """The answer of the last round of pings, at most a few seconds old."""

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_ray.engine.base import Resume
-from omni_ray.engine.types import Clip, Output, Request
+from omni_ray.engine.resume import Resume
+from omni_ray.engine.types import Clip, CodeFrameChunk, Finish, Output, Request, TextChunk, TranscriptChunk
 from omni_ray.serve.planner import Plan
+
+Record = TextChunk | TranscriptChunk | CodeFrameChunk | Finish
+"""Outputs small enough to be sent along for takeover; sound is its own record, latents are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,14 @@ class StoredClip:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one stage had made before a replica died, and the version of the code that made it."""
+
+    version: str
+    resume: Resume
+
+
+@dataclass(frozen=True, slots=True)
 class Envelope:
     """Everything a request's chain of stages gets.
 
@@ -29,14 +40,16 @@ class Envelope:
         plan: which stages take part and how they call each other.
         clips: the request's media.
         traceparent: W3C trace context, or None.
-        resume: per stage, what it had already produced (takeover).
+        records: whether stages send records down the trunk, so that another attempt can go on from them.
+        resume: per stage that was heard of, what it had made in earlier attempts (takeover).
     """
 
     request: Request
     plan: Plan
     clips: tuple[StoredClip, ...] = ()
     traceparent: str | None = None
-    resume: Mapping[str, Resume] = field(default_factory=dict)
+    records: bool = False
+    resume: Mapping[str, Recorded] = field(default_factory=dict)
 
     def holds_refs(self) -> bool:
         """Whether it must travel by the actor path: refs sent over gRPC would never be freed."""
@@ -62,11 +75,20 @@ class LifelineAddress:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Head of a stream: which replica computes ``stage`` and the schema version of each edge leaving it."""
+    """Head of a stream: who computes ``stage``, and what its consumers and a takeover must know of it.
+
+    Attributes:
+        replica: its tag.
+        schema_versions: of each edge that leaves the stage, by consumer.
+        version: of the code and settings that compute here: only the same one may go on with a request.
+        resumable: whether the engine can go on with a request of another replica.
+    """
 
     stage: str
     replica: str
     schema_versions: Mapping[str, int]
+    version: str = ""
+    resumable: bool = False
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -84,6 +106,14 @@ class OutputEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """An output of an inner stage that no later stage computes with: it rides along to the ingress, for takeover."""
+
+    stage: str
+    output: Record
+
+
+@dataclass(frozen=True, slots=True)
 class Saturated:
     """The only event of a stream whose stage had no room; an exception would cost a traceback per refusal."""
 
@@ -92,4 +122,4 @@ class Saturated:
     retry_after_s: int
 
 
-Event = Opened | OutputEvent | Saturated
+Event = Opened | OutputEvent | RecordEvent | Saturated

@@ -5,6 +5,7 @@ path, is awaited by the consumer and dropped there. Nothing frees explicitly: dr
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -12,9 +13,13 @@ from typing import Any, TypeGuard
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import ObjectLostError
 
 from omni_ray.engine.types import AudioClip, Chunk, Clip, LatentChunk, Output
+from omni_ray.errors import ReplicaDiedError
 from omni_ray.serve.events import OutputEvent, StoredClip
+
+logger = logging.getLogger("ray.serve")
 
 
 def large(output: Output, inline_bytes: int) -> TypeGuard[LatentChunk]:
@@ -30,9 +35,17 @@ async def store_output(stage: str, output: LatentChunk) -> OutputEvent:
 
 
 async def load_output(event: OutputEvent) -> Chunk:
-    """The chunk with its rows; the array is a read-only view into the object store for as long as it lives."""
+    """The chunk with its rows; the array is a read-only view into the object store for as long as it lives.
+
+    Raises:
+        ReplicaDiedError: the rows are lost with the process or the node that held them.
+    """
     assert isinstance(event.output, LatentChunk)
-    return replace(event.output, rows=await event.ref)
+    try:
+        return replace(event.output, rows=await event.ref)
+    except ObjectLostError as error:
+        logger.warning("a latent of stage %s is lost: %s", event.stage, type(error).__name__)
+    raise ReplicaDiedError(f"a replica of stage {event.stage} died with its latents", stage=event.stage)
 
 
 async def store_clips(clips: Sequence[Clip], inline_bytes: int) -> tuple[StoredClip, ...]:

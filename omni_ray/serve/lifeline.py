@@ -111,6 +111,16 @@ class ProducerEnd:
         """Account for ``nbytes`` that are sent without waiting; they will be reported as read like all others."""
         self._sent += nbytes
 
+    async def drained(self) -> None:
+        """Wait until everything sent was read, or the consumer is gone.
+
+        A ref dies with the process that put it, and a leaving replica ends once it has no streams left: so a stream
+        must not end while its consumer still has refs to read.
+        """
+        while self._sent > self._read and not self.lost.done():
+            self._moved.clear()
+            await self._moved.wait()
+
     async def follow(self, address: LifelineAddress) -> None:
         """Keep the connection until it breaks; then ``lost`` is done."""
         try:
@@ -136,3 +146,4 @@ class ProducerEnd:
     def _lose(self) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
+        self._moved.set()

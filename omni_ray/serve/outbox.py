@@ -5,10 +5,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk
-from omni_ray.serve.events import Event, Opened, OutputEvent
+from omni_ray.serve.events import Event, Opened, OutputEvent, RecordEvent
+from omni_ray.serve.records import merged
 
 MAX_BATCH_BYTES = 1_000_000
 """A list is cut here, far below the 4 MB cap of Serve's gRPC transport."""
+_QUIET = (Opened, RecordEvent)
+"""Events that are not worth a message of their own."""
 
 
 class Outbox:
@@ -25,9 +28,10 @@ class Outbox:
         """Append an event; never blocks, what a request may hold is bounded by its limits.
 
         ``Opened`` waits for the output it announces: alone it would make the first sound wait for the coalescing time.
+        Records wait for any output: they are of use only once something was shown.
         """
         self._events.append(event)
-        if not isinstance(event, Opened):
+        if not isinstance(event, _QUIET):
             self._filled.set()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -44,7 +48,7 @@ class Outbox:
             wait = flushed + self._pause - time.monotonic()
             if wait > 0 and not self._closed:
                 await self._collect(wait)
-            if self._error is not None and all(isinstance(event, Opened) for event in self._events):
+            if self._error is not None and all(isinstance(event, _QUIET) for event in self._events):
                 self._events.clear()  # nothing was shown: whoever waits may still be answered by another replica
             flushed = time.monotonic()  # not when the reader came back: its pause is no reason to wait longer
             for batch in self._take():
@@ -67,7 +71,9 @@ class Outbox:
                 return
 
     def _take(self) -> list[list[Event]]:
-        events, self._events = self._events, []
+        records = merged([event for event in self._events if isinstance(event, RecordEvent)])
+        events = [*records, *(event for event in self._events if not isinstance(event, RecordEvent))]
+        self._events = []
         if not self._closed:
             self._filled.clear()
         batches: list[list[Event]] = []
@@ -89,7 +95,7 @@ def split_audio(chunk: AudioChunk, max_bytes: int) -> Iterator[AudioChunk]:
 
 
 def _nbytes(event: Event) -> int:
-    if not isinstance(event, OutputEvent):
+    if not isinstance(event, OutputEvent | RecordEvent):
         return 0
     match event.output:
         case AudioChunk(samples=array) | LatentChunk(rows=array) | CodeFrameChunk(frames=array):

@@ -21,6 +21,7 @@ from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import StageClient
 from omni_ray.serve.stage_run import StageParts, StageRun
+from omni_ray.serve.version import code_version
 
 logger = logging.getLogger("ray.serve")
 
@@ -61,11 +62,12 @@ class Stage:
         if model is None and spec.pipeline.prepare is not None:
             model = str(await asyncio.to_thread(import_dotted(spec.pipeline.prepare), self._progress))
         engine_cls = import_dotted(spec.engine_path)
+        model_cls = OmniModelRegistry.load(self._stage.model_arch)
         engine: Engine = engine_cls(
             EngineContext(
                 stage=self._stage,
                 model=model,
-                model_cls=OmniModelRegistry.load(self._stage.model_arch),
+                model_cls=model_cls,
                 options=spec.engine_options,
                 load_format=spec.load_format,
                 progress=self._progress,
@@ -95,6 +97,8 @@ class Stage:
                     for edge in consumer.stage_edges()
                     if edge.source == spec.stage
                 },
+                version=code_version(spec, engine_cls, model_cls),
+                resumable=engine.resumable != "none",
             ),
         )
 
@@ -116,6 +120,8 @@ class Stage:
             async for batch in run.outbox.batches():
                 self._totals["messages"] += 1
                 yield batch
+            if end is not None:
+                await end.drained()
             outcome = "finished"
         except SaturatedError as error:
             outcome = "refused"

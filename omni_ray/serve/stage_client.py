@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from ray.exceptions import OwnerDiedError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
@@ -132,10 +132,10 @@ class StageClient:
             return SaturatedError(f"stage {self.stage} is full")
         if isinstance(cause, DeploymentUnavailableError):
             return NotReadyError(f"stage {self.stage} has no replica")
-        if isinstance(cause, RayActorError | OwnerDiedError | RequestCancelledError | asyncio.CancelledError):
-            return ReplicaDiedError(f"a replica of stage {self.stage} died")
+        if isinstance(cause, RayActorError | ObjectLostError | RequestCancelledError | asyncio.CancelledError):
+            return ReplicaDiedError(f"a replica of stage {self.stage} died", stage=self.stage)
         gone = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
         if isinstance(cause, grpc.RpcError) and cause.code() in gone:
-            return ReplicaDiedError(f"a replica of stage {self.stage} went away")
+            return ReplicaDiedError(f"a replica of stage {self.stage} went away", stage=self.stage)
         logger.error("stage %s failed in an unforeseen way", self.stage, exc_info=error)
         return StageFailedError(f"stage {self.stage} failed")

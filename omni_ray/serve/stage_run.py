@@ -15,6 +15,7 @@ from omni_ray.config.deploy import StreamingConfig
 from omni_ray.config.pipeline import REQUEST, Edge, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import (
     AudioChunk,
     AudioClip,
@@ -26,12 +27,13 @@ from omni_ray.engine.types import (
     TextChunk,
     TranscriptChunk,
 )
-from omni_ray.errors import SchemaMismatchError, StageFailedError
-from omni_ray.serve.events import Envelope, Opened, OutputEvent
+from omni_ray.errors import SchemaMismatchError, StageFailedError, TakeoverRefusedError
+from omni_ray.serve.events import Envelope, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.latents import large, load_clip, load_output, store_output
 from omni_ray.serve.lifeline import ProducerEnd
 from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, split_audio
 from omni_ray.serve.planner import PlanStage, feeding_edge
+from omni_ray.serve.records import recordable
 from omni_ray.serve.stage_client import Received, StageClient
 
 Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
@@ -103,12 +105,13 @@ class StageRun:
         """Whether something further down still takes outputs that come from upstream through this stage."""
         name = self._parts.stage.name
         upstream = self._envelope.plan.upstream(name) - {name}
-        return bool(upstream & {*self._finals, *self._part.feeds})
+        ended = {stage for stage, recorded in self._envelope.resume.items() if recorded.resume.finish is not None}
+        return bool(upstream & {*(self._finals.keys() - ended), *self._part.feeds})
 
     async def _compute(self) -> None:
         stage = self._parts.stage
         inputs = {edge.source: self._inputs(edge) for edge in self._edges}
-        generate = self._parts.engine.generate(self._request(), inputs, self._envelope.resume.get(stage.name))
+        generate = self._parts.engine.generate(self._request(), inputs, self._resume())
         opened = finished = False
         async with AsyncExitStack() as closing:
             for source in inputs.values():
@@ -131,6 +134,22 @@ class StageRun:
             while not queue.empty():
                 if (left := queue.get_nowait()) is not None:
                     left.read()
+
+    def _resume(self) -> Resume | None:
+        """What this stage had made of the request before a replica died.
+
+        Raises:
+            TakeoverRefusedError: other code made it, or the engine cannot go on with it.
+        """
+        name = self._parts.stage.name
+        recorded = self._envelope.resume.get(name)
+        if recorded is None:
+            return None
+        if recorded.version != self._parts.opened.version:
+            raise TakeoverRefusedError(f"stage {name} now runs other code than what had begun this request")
+        if not self._parts.opened.resumable:
+            raise TakeoverRefusedError(f"stage {name} cannot go on with a request of another replica")
+        return recorded.resume
 
     def _request(self) -> Request:
         """The request with its sampling resolved for this stage.
@@ -214,6 +233,8 @@ class StageRun:
                 if isinstance(received.event, Opened):
                     self._check_schema(received.event)
                     self.outbox.put(received.event)
+                elif isinstance(received.event, RecordEvent):
+                    self.outbox.put(received.event)
                 elif isinstance(received.event, OutputEvent):
                     self._pass_on(received.event, received)
         if self._unfinished & self._envelope.plan.upstream(client.stage):
@@ -226,6 +247,8 @@ class StageRun:
             if self._end is not None:
                 self._end.note(event.ref_bytes)
             self.outbox.put(event)
+        elif self._envelope.records and recordable(event.output):
+            self.outbox.put(RecordEvent(event.stage, event.output))
         queue = self._queues.get(event.stage)
         if queue is not None and isinstance(event.output, Finish):
             self._unfinished.discard(event.stage)

@@ -13,6 +13,7 @@ from omni_ray.config.pipeline import Edge, StagePipelineConfig
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import PerRequestOptions
 from omni_ray.engine.per_request import PerRequestEngine, PerRequestModel, Threads
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, Output, Request, TextChunk
 from omni_ray.errors import SaturatedError, StageFailedError
 
@@ -37,7 +38,11 @@ class Echo(PerRequestModel):
         self.loaded_in = threading.current_thread().name
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncIterator[Any]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncIterator[Output]:
         try:
             (items,) = inputs.values()

@@ -206,6 +206,29 @@ class TestWindow:
                 end.credit(big)
 
 
+class TestDrained:
+    """A stream ends only when its refs are read: they die with the producer, which may leave once it has no streams."""
+
+    async def test_waits_for_the_last_read(self, host: LifelineHost):
+        async with host.open() as end, following(end.address) as producer:
+            await asyncio.wait_for(producer.drained(), 1)
+            producer.note(100)
+            draining = asyncio.ensure_future(producer.drained())
+            end.credit(60)
+            await asyncio.sleep(0.03)
+            assert not draining.done()
+            end.credit(40)
+            await asyncio.wait_for(draining, 1)
+
+    async def test_ends_with_the_consumer(self, host: LifelineHost):
+        async with host.open() as end, following(end.address) as producer:
+            producer.note(100)
+            draining = asyncio.ensure_future(producer.drained())
+            await until(lambda: attached(end))
+            end.close()
+            await asyncio.wait_for(draining, 1)
+
+
 async def test_many_streams_share_one_socket(host: LifelineHost):
     async def stream() -> int:
         async with host.open() as end, following(end.address) as producer:

@@ -17,6 +17,7 @@ class Faults(StrictModel):
         kill_at: the process kills itself with SIGKILL.
         nan_at: samples become NaN (code2wav).
         no_eos: never end (talker).
+        attempts: of a request's own faults: how many of its first attempts suffer them; None is all.
     """
 
     delay_ms: float = Field(default=0, ge=0)
@@ -25,6 +26,7 @@ class Faults(StrictModel):
     kill_at: int | None = Field(default=None, ge=0)
     nan_at: int | None = Field(default=None, ge=0)
     no_eos: bool = False
+    attempts: int | None = Field(default=None, ge=1)
 
 
 class RequestFaults(StrictModel):
@@ -52,11 +54,15 @@ class ThinkerOptions(PerRequestOptions):
 
 
 class TalkerOptions(PerRequestOptions):
-    """``frames_per_token`` code frames per token; with ``pace_ms`` they come on an even schedule, as a GPU's would."""
+    """``frames_per_token`` code frames per token; with ``pace_ms`` they come on an even schedule, as a GPU's would.
+
+    ``resumable: false`` stands for an engine whose requests cannot go on in another replica.
+    """
 
     max_num_seqs: int = Field(default=64, ge=1)
     frames_per_token: int = Field(default=3, ge=1)
     pace_ms: float = Field(default=0, ge=0)
+    resumable: bool = True
     faults: Faults = Faults()
     allow_request_faults: bool = False
 

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from omni_ray.engine.base import EngineContext
 from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import CodeFrameChunk, Finish, LatentChunk, Output, Request, TextChunk, Usage
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.ramp.options import Code2WavOptions, Faults, RequestFaults, TalkerOptions, ThinkerOptions
@@ -37,6 +39,8 @@ def faults_of(
         return options.faults
     if not options.allow_request_faults:
         raise InvalidRequestError(f"faults are off: stages.{stage}.engine.allow_request_faults is false", "ramp")
+    if mine.attempts is not None and request.attempt >= mine.attempts:
+        return Faults()
     return mine
 
 
@@ -55,18 +59,24 @@ async def suffer(faults: Faults, unit: int, threads: Threads) -> None:
 class RampThinker(PerRequestModel):
     """One text token and one latent row ``(tag, i)`` per word."""
 
+    resumable = "replay"
+
     def load(self) -> None:
         """Nothing to load."""
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncIterator[Any]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncIterator[Output]:
-        """See ``PerRequestModel.generate``; honours ``max_tokens`` and ``stop``."""
+        """See ``PerRequestModel.generate``; honours ``max_tokens`` and ``stop``. Recorded tokens take no time."""
         options = self.context.options
         assert isinstance(options, ThinkerOptions)
         faults, tag = faults_of(request, options, "thinker"), tag_of(request)
         limit, stop = request.sampling.max_tokens or 2**31, request.sampling.stop or ()
-        count, reason = 0, "stop"
+        count, reason, known = 0, "stop", len(resume.token_ids) if resume else 0
         (words,) = inputs.values()
         async for word in words:
             if word.text in stop:
@@ -74,7 +84,8 @@ class RampThinker(PerRequestModel):
             if count == limit:
                 reason = "length"
                 break
-            await suffer(faults, count, threads)
+            if count >= known:
+                await suffer(faults, count, threads)
             text = word.text if count == 0 else f" {word.text}"
             yield TextChunk(position=count, text=text, token_ids=(count,))
             yield LatentChunk(position=count, rows=encode_row(tag, count, options.latent_width)[None])
@@ -86,33 +97,54 @@ class RampThinker(PerRequestModel):
 class RampTalker(PerRequestModel):
     """``frames_per_token`` frames ``(tag, frame number)`` per row, then the end."""
 
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        assert isinstance(context.options, TalkerOptions)
+        self.resumable = "replay" if context.options.resumable else "none"
+
     def load(self) -> None:
         """Nothing to load."""
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncIterator[Any]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncIterator[Output]:
-        """See ``PerRequestModel.generate``. With ``no_eos`` it stops at a cap that follows from the text's length."""
+        """See ``PerRequestModel.generate``. With ``no_eos`` it stops at a cap that follows from the text's length.
+
+        Recorded frames come at once; a talker that had ended asks nobody for rows.
+        """
         options = self.context.options
         assert isinstance(options, TalkerOptions)
         faults = faults_of(request, options, "talker")
         limit = int(request.max_audio_seconds * SAMPLE_RATE / SAMPLES_PER_FRAME)
         (rows,) = inputs.values()
-        frame, tag, heard, began = 0, 0, 0, time.monotonic()
+        known = 0
+        if resume is not None and resume.frames is not None:
+            known = len(resume.frames)
+            yield CodeFrameChunk(0, resume.frames)
+        if resume is not None and resume.finish is not None:
+            yield resume.finish
+            return
+        frame, tag, heard, began = 0, 0, 0, time.monotonic() - known * options.pace_ms / 1000
         async for row in rows:
             tag, heard = row.tag, heard + 1
             for _ in range(options.frames_per_token):
                 if frame == limit:
                     break
-                await suffer(faults, frame, threads)
-                if options.pace_ms:
-                    await threads.sleep(max(0.0, began + (frame + 1) * options.pace_ms / 1000 - time.monotonic()))
-                yield _frame(tag, frame)
+                if frame >= known:
+                    await suffer(faults, frame, threads)
+                    if options.pace_ms:
+                        await threads.sleep(max(0.0, began + (frame + 1) * options.pace_ms / 1000 - time.monotonic()))
+                    yield _frame(tag, frame)
                 frame += 1
             await asyncio.sleep(0)
         limit = min(limit, 25 + 10 * heard * options.frames_per_token)
         while faults.no_eos and frame < limit:
-            yield _frame(tag, frame)
+            if frame >= known:
+                yield _frame(tag, frame)
             frame += 1
             await asyncio.sleep(0)
         yield Finish("length" if frame == limit else "stop", Usage(audio_tokens=frame))

@@ -8,6 +8,7 @@ from faster_whisper import WhisperModel
 from numpy.typing import NDArray
 
 from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import AudioClip, Finish, Output, Request, TranscriptChunk, Usage
 from omni_ray.models.voice_chat.checkpoint import listener_directory
 from omni_ray.models.voice_chat.options import ListenerOptions
@@ -71,7 +72,11 @@ class WhisperListener(PerRequestModel):
             pass
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncIterator[Any]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncIterator[Output]:
         """See ``PerRequestModel.generate``; cancelling takes effect between segments."""
         position = heard = spoken = 0

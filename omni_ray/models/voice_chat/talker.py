@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, FinishReason, LatentChunk, Output, Request, Usage
 from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.voice_chat.clauses import speakable
@@ -75,7 +76,11 @@ class HibariTalker(PerRequestModel):
         self._rows(self._phonemes("Hello, this is a test.")[0], 1.0, False)
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncIterator[Any]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncIterator[Output]:
         """See ``PerRequestModel.generate``. Inputs are ``Clause``; ``Usage`` counts spoken clauses and rows.
 

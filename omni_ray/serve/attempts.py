@@ -1,0 +1,151 @@
+"""How a request outlives the replicas it runs on: retried while nothing was shown, taken over after that.
+
+One ``Attempts`` per request, in the ingress, which alone decides: a retry in every hop would let one request kill a
+stage many times over. A takeover restarts the whole chain with what every stage had made (``records``); stages make it
+again without being heard, so that the client sees one stream without a gap.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Final
+
+from omni_ray.config.ingress import IngressConfig
+from omni_ray.errors import ReplicaDiedError, SaturatedError, TakeoverRefusedError
+from omni_ray.serve.events import Envelope, Event, Opened, OutputEvent, Recorded, RecordEvent
+from omni_ray.serve.records import MAX_RECORD_BYTES, StageRecord, recordable, total_bytes
+
+logger = logging.getLogger("ray.serve")
+
+LINGER_S: Final = 1.0
+"""How long a request still counts as a replica's tenant after it left: all that one death hits must see each other."""
+POISONED: Final = 2
+"""A request that was alone on this many replicas when they died is itself the likely cause."""
+WAIT_FOR_ROOM_S: Final = 0.25
+
+
+class Tenants:
+    """Which of this ingress replica's requests run on which stage replica."""
+
+    def __init__(self) -> None:
+        self._on: Counter[tuple[str, Hashable]] = Counter()
+
+    def enter(self, replica: str, request: Hashable) -> None:
+        """``request`` runs on ``replica``."""
+        self._on[replica, request] += 1
+
+    def leave(self, replica: str, request: Hashable) -> None:
+        """It no longer does; others see it for ``LINGER_S`` more."""
+        asyncio.get_running_loop().call_later(LINGER_S, self._forget, (replica, request))
+
+    def _forget(self, key: tuple[str, Hashable]) -> None:
+        self._on[key] -= 1
+        if not self._on[key]:
+            del self._on[key]
+
+    def alone(self, replica: str, request: Hashable) -> bool:
+        """Whether no other request of ours runs on ``replica``, or did a moment ago."""
+        return not any(on == replica and who != request for on, who in self._on)
+
+
+class Attempts:
+    """The attempts of one request.
+
+    Attributes:
+        envelope: of the attempt that runs or is to run.
+    """
+
+    def __init__(self, config: IngressConfig, tenants: Tenants, envelope: Envelope, patience_s: float) -> None:
+        self.envelope = replace(envelope, records=config.takeover)
+        self._tenants = tenants
+        self._retries = 1 if config.retry else 0
+        self._takeovers = config.max_takeovers if config.takeover else 0
+        self._patience_s = patience_s
+        self._shown = False
+        self._alone = 0
+        self._opened: dict[str, Opened] = {}  # of this attempt
+        self._known: dict[str, Opened] = {}  # of any
+        self._records: dict[str, StageRecord] = {}
+
+    def take(self, event: Event) -> OutputEvent | None:
+        """Note an event; the part of it that the client has not seen, if there is one.
+
+        Raises:
+            StageFailedError: it does not follow what came before.
+        """
+        if isinstance(event, Opened):
+            self._opened[event.stage] = self._known[event.stage] = event
+            self._tenants.enter(event.replica, self._who)
+            return None
+        if not isinstance(event, OutputEvent | RecordEvent):
+            return None
+        self._shown |= isinstance(event, OutputEvent)
+        if not self.envelope.records:
+            return event if isinstance(event, OutputEvent) else None
+        record = self._records.setdefault(event.stage, StageRecord(event.stage))
+        new = record.new(event.output)
+        if self._takeovers and recordable(event.output) and total_bytes(self._records.values()) > MAX_RECORD_BYTES:
+            logger.warning("request %s is too long to be taken over", self._who)
+            self._takeovers = 0
+            for kept in self._records.values():
+                kept.forget()
+        if new is None or isinstance(event, RecordEvent):
+            return None
+        return event if new is event.output else OutputEvent(event.stage, new)
+
+    def again(self, error: ReplicaDiedError) -> None:
+        """A replica died: prepare the next attempt.
+
+        Raises:
+            ReplicaDiedError: ``error``: there is none.
+            TakeoverRefusedError: the same, because a stage's engine cannot go on with a request.
+        """
+        died = self._opened.get(error.stage)
+        self._alone += died is None or self._tenants.alone(died.replica, self._who)
+        if not self._shown:
+            if not self._retries:
+                raise error
+            self._retries -= 1
+            logger.warning("request %s is tried once more: %s", self._who, error)
+        else:
+            if not self._takeovers or self._alone >= POISONED:
+                raise error
+            if fixed := [name for name, opened in self._known.items() if not opened.resumable]:
+                raise TakeoverRefusedError(f"{error.message}, and stage {fixed[0]} cannot go on elsewhere") from error
+            self._takeovers -= 1
+            logger.warning("request %s is taken over: %s", self._who, error)
+        self._next()
+
+    async def wait(self, error: SaturatedError) -> None:
+        """A stage had no room: a request that has shown something waits for some.
+
+        Raises:
+            SaturatedError: ``error``: nothing was shown yet, so the client may come again, or patience is over.
+        """
+        if not self._shown or self._patience_s <= 0:
+            raise error
+        self._patience_s -= WAIT_FOR_ROOM_S
+        await asyncio.sleep(WAIT_FOR_ROOM_S)
+        self._next()
+
+    def close(self) -> None:
+        """The request is over."""
+        for opened in self._opened.values():
+            self._tenants.leave(opened.replica, self._who)
+        self._opened = {}
+
+    @property
+    def _who(self) -> str:
+        return self.envelope.request.request_id
+
+    def _next(self) -> None:
+        self.close()
+        resume = {}
+        if self._shown:
+            for name, record in self._records.items():
+                record.restart()
+                resume[name] = Recorded(self._known[name].version, record.resume())
+        request = replace(self.envelope.request, attempt=self.envelope.request.attempt + 1)
+        self.envelope = replace(self.envelope, request=request, resume=resume)

@@ -1,0 +1,134 @@
+"""A replica dies in mid-stream and another one goes on: the client gets the same bytes. ``ramp``, real Ray Serve."""
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from omni_ray.models.ramp import oracle
+from tests.conftest import Served, Serving, wait_until
+from tests.serve.test_ramp import TEXT, ask_chat, chat, heard, parse_sse, speech
+
+WORDS = " ".join(f"w{k}" for k in range(30))
+MIDDLE = {"thinker": 15, "talker": 45, "code2wav": 11}
+LAST = {"thinker": 29, "talker": 89, "code2wav": 23}
+"""Units of each stage while it answers ``WORDS``: tokens, frames, decode calls."""
+
+
+def config(width: int = 3, talker: dict[str, Any] | None = None, **ingress: Any) -> dict[str, Any]:
+    engine = {"allow_request_faults": True}
+    two = {"deployment": {"num_replicas": 2}}
+    return {
+        "stages": {
+            "thinker": {**two, "engine": {**engine, "latent_width": width}},
+            "talker": {**two, "engine": {**engine, **(talker or {})}},
+            "code2wav": {**two, "engine": {**engine, "chunk_frames": [1, 4]}},
+        },
+        "ingress": ingress,
+    }
+
+
+@pytest.fixture
+def app(serving: Serving) -> Served:
+    return serving("ramp", config())
+
+
+def dies(stage: str, unit: int, attempts: int | None = 1) -> dict[str, Any]:
+    """Request faults: ``stage`` kills its process at ``unit``; the thinker is slow, so that all stages run at once."""
+    faults: dict[str, Any] = {"thinker": {"delay_ms": 25}}
+    faults[stage] = {**faults.get(stage, {}), "kill_at": unit, "attempts": attempts}
+    return {"ramp": faults}
+
+
+def attempts_begun(app: Served, stage: str) -> int:
+    return sum(state.started for state in app.states(stage))
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
+async def test_before_the_first_byte(app: Served, stage: str) -> None:
+    async with app.async_client(timeout=120) as client:
+        assert await ask_chat(client, TEXT, **dies(stage, 0)) == (oracle.pcm(TEXT), TEXT)
+
+
+async def test_every_stage_dies_in_mid_stream_and_at_its_end(serving: Serving) -> None:
+    """Six requests, each of which kills a stage under all others, and three that do no harm; latents cross as refs."""
+    app = serving("ramp", config(width=60_000, max_takeovers=20))
+    async with app.async_client(timeout=180) as client:
+        deaths = [dies(stage, units[stage]) for units in (MIDDLE, LAST) for stage in units]
+        deaths += [{"ramp": {"thinker": {"delay_ms": 25}}}] * 3
+        texts = [f"{WORDS} {k}" for k in range(len(deaths))]
+        answers = await asyncio.gather(*(ask_chat(client, t, **d) for t, d in zip(texts, deaths, strict=True)))
+    assert answers == [(oracle.pcm(t), t) for t in texts]
+
+
+async def test_routes_hear_of_nothing(app: Served) -> None:
+    """Speech events, a file and a buffered chat: one end, usage counted once, one continuous encoder."""
+    async with app.async_client(timeout=120) as client:
+        sse = await client.post("/v1/audio/speech", json=speech(WORDS, stream_format="sse", **dies("talker", 45)))
+        events = [json.loads(line[6:]) for line in sse.text.splitlines() if line.startswith("data: ")]
+        assert [e["type"] for e in events[:-1]] == ["speech.audio.delta"] * (len(events) - 1)
+        assert events[-1]["type"] == "speech.audio.done"
+        assert events[-1]["usage"]["output_tokens"] == 90
+        buffered = (
+            await client.post("/v1/chat/completions", json=chat(WORDS, stream=False, **dies("code2wav", 11)))
+        ).json()
+        assert buffered["choices"][0]["message"]["content"] == WORDS
+        assert buffered["choices"][0]["finish_reason"] == "stop"
+        assert buffered["usage"]["prompt_tokens"] == 30
+        assert buffered["usage"]["completion_tokens_details"]["text_tokens"] == 30
+        assert buffered["usage"]["completion_tokens_details"]["audio_tokens"] == 90
+        flac = [
+            await client.post("/v1/audio/speech", json=speech(WORDS, response_format="flac", **fault))
+            for fault in (dies("code2wav", 11), {})
+        ]
+        assert flac[0].content == flac[1].content
+
+
+async def test_latents_whose_owner_died(serving: Serving) -> None:
+    """The thinker has sent all its refs and dies before they are read: no hang, no error, the same bytes."""
+    app = serving("ramp", config(width=60_000, max_takeovers=20))
+    async with app.async_client(timeout=120) as client:
+        running = asyncio.create_task(ask_chat(client, WORDS, ramp={"talker": {"delay_ms": 30}}))
+        await asyncio.to_thread(wait_until, lambda: any(s.ongoing for s in app.states("code2wav")), 20)
+        await asyncio.sleep(0.8)
+        for pid in app.pids("thinker"):
+            os.kill(pid, signal.SIGKILL)
+        assert await running == (oracle.pcm(WORDS), WORDS)
+
+
+async def test_a_poison_request_is_taken_over_once(app: Served) -> None:
+    """It speaks and then kills its talker, always: two replicas die, the client gets one error event; others go on."""
+    before = app.settled("talker", 2)
+    async with app.async_client(timeout=120) as client:
+        answer = await client.post("/v1/chat/completions", json=chat(WORDS, **dies("talker", 45, attempts=None)))
+        one_error(answer, 503, "talker died")
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+    assert len(before - app.settled("talker", 2)) <= 2
+
+
+async def test_an_engine_that_cannot_go_on(serving: Serving) -> None:
+    """``resumable: none`` anywhere in the sub-graph: one proper error event, whichever stage died."""
+    app = serving("ramp", config(talker={"resumable": False}))
+    async with app.async_client(timeout=120) as client:
+        answer = await client.post("/v1/chat/completions", json=chat(WORDS, **dies("code2wav", 11)))
+        one_error(answer, 503, "talker cannot go on elsewhere")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/audio/speech", json=speech(WORDS, **dies("talker", 45)))
+
+
+def one_error(answer: httpx.Response, code: int, words: str) -> None:
+    """A stream that spoke, then one error event, and no finish reason."""
+    chunks = parse_sse(answer.text)
+    errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+    assert len(errors) == 1, errors
+    assert chunks[-1]["error"]["code"] == code
+    assert words in errors[0]["message"]
+    pcm, text = heard(chunks[:-1])
+    assert pcm
+    assert oracle.pcm(WORDS).startswith(pcm)
+    assert WORDS.startswith(text)
+    assert not any(chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1])
