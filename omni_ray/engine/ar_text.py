@@ -10,18 +10,31 @@ from torch import Tensor
 from omni_ray.engine.ar_model import ARModel
 from omni_ray.engine.ar_row import Advance, Row, Steps
 from omni_ray.engine.detokenizer import Detokenizer
-from omni_ray.engine.sampler import Sampler
+from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
 from omni_ray.engine.types import FinishReason, PromptChunk, TextChunk, Usage
+from omni_ray.errors import StageFailedError
 
 
 @dataclass(slots=True)
 class TextState:
-    """What a text row keeps: ``last`` token drawn; ``seen`` int64 [n] where the repetition penalty needs it."""
+    """What a text row keeps.
+
+    ``last`` is the token drawn last. ``seen``, where the repetition penalty needs it, is int64 [m + limit]: m ids of
+    the prompt, then room for the answer's.
+    """
 
     sampler: Sampler
     text: Detokenizer
     last: int = 0
     seen: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A row's next token, or ``NOT_A_NUMBER``, and the logits [vocabulary] that it was drawn from."""
+
+    token: int
+    logits: Tensor
 
 
 class TextSteps(Steps):
@@ -36,7 +49,7 @@ class TextSteps(Steps):
         row.limit = min(sampling.max_tokens or room, room)
         state = TextState(Sampler.of(row.request), Detokenizer(self.model.detokenize, sampling.stop or ()))
         if state.sampler.repetition_penalty != 1:
-            state.seen = torch.tensor(self.model.penalised(row.prepared))
+            state.seen = torch.tensor([*self.model.penalised(row.prepared), *[0] * row.limit])
         row.state = state
 
     def prefill(self, row: Row, end: int) -> Tensor:
@@ -49,22 +62,40 @@ class TextSteps(Steps):
             replace(output, limit=row.limit) if isinstance(output, PromptChunk) else output
             for output in self.model.prompt_outputs(row.slot)
         ]
-        first = self.advance(row, result)
+        (drawn,) = self._draw([row], result[None])
+        first = self.advance(row, drawn)
         return Advance([*outputs, *first.outputs], first.reason)
 
-    def step(self, rows: Sequence[Row]) -> Sequence[Tensor]:
-        """Logits [vocabulary] of each row."""
+    def step(self, rows: Sequence[Row]) -> Sequence[Drawn]:
+        """A token of each row."""
         positions = [row.length + row.count - 1 for row in rows]
-        return self.model.step([row.slot for row in rows], [row.state.last for row in rows], positions).unbind()
+        return self._draw(
+            rows, self.model.step([row.slot for row in rows], [row.state.last for row in rows], positions)
+        )
 
-    def advance(self, row: Row, result: Tensor) -> Advance:
-        """Draw the row's next token and take its text."""
+    def _draw(self, rows: Sequence[Row], logits: Tensor) -> list[Drawn]:
+        """Tokens from float32 logits [rows, vocabulary], for all rows at once: see ``sampler``."""
+        states: list[TextState] = [row.state for row in rows]
+        if any(state.seen is not None for state in states):
+            logits = torch.stack(
+                [
+                    own if state.seen is None else state.sampler.penalised(own, state.seen[: row.count - row.limit])
+                    for row, state, own in zip(rows, states, logits, strict=True)
+                ]
+            )
+        tokens = draw(logits, [state.sampler for state in states], [row.count for row in rows])
+        return [Drawn(token, own) for token, own in zip(tokens, logits, strict=True)]
+
+    def advance(self, row: Row, result: Drawn) -> Advance:
+        """Take the row's next token and its text."""
         state: TextState = row.state
-        token = state.sampler.draw(result, row.count, state.seen)
+        token = result.token
+        if token == NOT_A_NUMBER:
+            raise StageFailedError(f"the model's logits at position {row.count} hold NaN or infinity")
+        if state.seen is not None:
+            state.seen[row.count - row.limit] = token
         row.count += 1
         state.last = token
-        if state.seen is not None:
-            state.seen = torch.cat((state.seen, torch.tensor([token])))
         if token in self.model.stop_ids and not row.request.sampling.ignore_eos:
             return _text("stop", state.text.finish())
         chunk = state.text.push(token)
@@ -80,8 +111,8 @@ class TextSteps(Steps):
 
     def evidence(self, result: Any) -> Tensor:
         """Its logits."""
-        assert isinstance(result, Tensor)
-        return result
+        assert isinstance(result, Drawn)
+        return result.logits
 
 
 def _text(reason: FinishReason | None, *chunks: TextChunk | None) -> Advance:

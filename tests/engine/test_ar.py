@@ -20,7 +20,7 @@ from omni_ray.engine.base import EngineContext
 from omni_ray.engine.detokenizer import Detokenizer
 from omni_ray.engine.noise import gumbel
 from omni_ray.engine.options import AROptions
-from omni_ray.engine.sampler import Sampler
+from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
 from omni_ray.engine.types import Finish, Output, Request, TextChunk
 from omni_ray.errors import InvalidRequestError, OmniRayError, SaturatedError, StageFailedError
 
@@ -341,7 +341,7 @@ def test_sampler_follows_the_distribution() -> None:
     """4000 draws of three tokens, each share within 4 sigma; the noise is fixed, so this never fails by chance."""
     logits = torch.full((50,), -torch.inf)
     logits[[5, 6, 7]] = torch.tensor([0.5, 0.3, 0.2]).log()
-    draws = [Sampler(seed=3).draw(logits, position) for position in range(4000)]
+    draws = draw(logits.expand(4000, -1), [Sampler(seed=3)] * 4000, range(4000))
     for token, share in ((5, 0.5), (6, 0.3), (7, 0.2)):
         assert abs(draws.count(token) / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5
 
@@ -349,14 +349,34 @@ def test_sampler_follows_the_distribution() -> None:
 def test_draw_is_the_gumbel_maximum_of_the_whole_vocabulary() -> None:
     logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
     noise = torch.from_numpy(gumbel(11, 4, 0, torch.arange(500).numpy()))
-    assert Sampler(seed=11, temperature=0.5).draw(logits, 4) == int((logits / 0.5 + noise).argmax())
+    for scale in (1, 20):  # noise that cannot win is left out
+        drawn = draw(scale * logits[None], [Sampler(seed=11, temperature=0.5)], [4])
+        assert drawn == [int((scale * logits / 0.5 + noise).argmax())]
 
 
 def test_repetition_penalty() -> None:
     logits = torch.tensor([2.0, 1.9, -1.0])
-    greedy = Sampler(seed=0, temperature=0, repetition_penalty=1.5)
-    assert greedy.draw(logits, 0, torch.tensor([2])) == 0
-    assert greedy.draw(logits, 0, torch.tensor([0, 0])) == 1
+    sampler = Sampler(seed=0, repetition_penalty=2)
+    assert sampler.penalised(logits, torch.tensor([2])).tolist() == pytest.approx([2.0, 1.9, -2.0])
+    assert sampler.penalised(logits, torch.tensor([0, 0])).tolist() == pytest.approx([1.0, 1.9, -1.0])
+
+
+def test_rows_of_one_draw_do_not_see_each_other() -> None:
+    """Greedy, hot, narrow and broken rows together draw what each draws alone."""
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2))
+    logits[4, 7] = torch.nan
+    samplers = [
+        Sampler(seed=1, temperature=0),
+        Sampler(seed=2),
+        Sampler(seed=-3, top_k=5, temperature=1.8),
+        Sampler(seed=4, top_p=0.4),
+        Sampler(seed=5),
+        Sampler(seed=6, top_k=1),
+    ]
+    alone = [draw(logits[row : row + 1], [samplers[row]], [row])[0] for row in range(6)]
+    assert draw(logits, samplers, range(6)) == alone
+    assert alone[4] == NOT_A_NUMBER
+    assert [alone[0], alone[5]] == [int(logits[0].argmax()), int(logits[5].argmax())]
 
 
 async def test_cancelling_frees_the_slot_within_one_step(start: Any) -> None:

@@ -78,3 +78,17 @@ def test_complex_normal_extends_normal_by_an_independent_part() -> None:
     assert np.array_equal(z.real, noise.normal(3, position, 1, 2))
     assert abs(z.imag.std() - 1) < 0.01
     assert abs((z.real * z.imag).mean()) < 0.02
+
+
+def test_seeds_may_be_an_array() -> None:
+    seeds, positions, ids = [0, 7, -1, 2**64 - 5], [0, 1, 2**40, 3], [0, 5, 9, 2]
+    wrapped = np.array([seed & noise.SEED_MASK for seed in seeds], np.uint64)
+    drawn = noise.gumbel(wrapped, np.array(positions), 2, np.array(ids))
+    rows = zip(seeds, positions, ids, strict=True)
+    alone = [noise.gumbel(seed, position, 2, np.array([one]))[0] for seed, position, one in rows]
+    assert drawn.tolist() == alone
+
+
+def test_no_two_gumbels_differ_by_more_than_their_span() -> None:
+    least, most = (-np.log(-np.log(noise._unit(np.array([word], np.uint32)))) for word in (0, 0xFFFFFFFF))
+    assert 19 < (most - least)[0] < noise.GUMBEL_SPAN
