@@ -12,7 +12,7 @@ from omni_ray.engine.admission import Admission
 from omni_ray.engine.ar_frames import FrameSteps
 from omni_ray.engine.ar_loop import DecodeLoop
 from omni_ray.engine.ar_model import ARModel, CodecLM, SlotModel
-from omni_ray.engine.ar_row import Steps
+from omni_ray.engine.ar_row import Mail, Steps
 from omni_ray.engine.ar_stream import RowStream
 from omni_ray.engine.ar_text import TextSteps
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
@@ -47,7 +47,7 @@ class AREngine(Engine):
         model: SlotModel = context.model_cls(context)
         self._fed = isinstance(model, CodecLM)
         steps = _steps(self._name, model, options)
-        self._decode_loop = DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic)
+        self._decode_loop = DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic, self._post)
 
     async def start(self) -> None:
         """Start the thread and load the model on it.
@@ -55,7 +55,7 @@ class AREngine(Engine):
         Raises:
             ConfigError: ``deterministic`` is asked for and this machine cannot give it (``ar_selftest``).
         """
-        loop = asyncio.get_running_loop()
+        loop = self._event_loop = asyncio.get_running_loop()
         loaded: asyncio.Future[None] = loop.create_future()
 
         def report(error: BaseException | None) -> None:
@@ -68,6 +68,11 @@ class AREngine(Engine):
 
         self._decode_loop.start(lambda error: loop.call_soon_threadsafe(report, error))
         await loaded
+
+    def _post(self, mail: Mail) -> None:
+        """On the loop's thread: hand a step's mail over to the event loop, which is woken once."""
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(_deliver, mail)
 
     async def generate(
         self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
@@ -140,6 +145,11 @@ class AREngine(Engine):
     async def stop(self) -> None:
         """End the thread after its running step; running requests fail."""
         await asyncio.to_thread(self._decode_loop.stop, STOP_WAIT_S)
+
+
+def _deliver(mail: Mail) -> None:
+    for row, news in mail:
+        row.deliver(news)
 
 
 def _steps(stage: str, model: SlotModel, options: AROptions) -> Steps:

@@ -18,7 +18,7 @@ from typing import Any, Literal, ParamSpec
 import torch
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK
-from omni_ray.engine.ar_row import Advance, News, Row, Steps, Waiting
+from omni_ray.engine.ar_row import Advance, Mail, News, Row, Steps, Waiting
 from omni_ray.engine.ar_selftest import self_test
 from omni_ray.engine.types import Finish
 from omni_ray.errors import StageFailedError
@@ -40,8 +40,13 @@ class Letter:
 class DecodeLoop:
     """``start`` the thread, ``submit`` rows, ``feed`` and ``end_feed`` them, ``cancel`` them, ``stop``."""
 
-    def __init__(self, name: str, steps: Steps, slots: int, deterministic: bool) -> None:
+    def __init__(self, name: str, steps: Steps, slots: int, deterministic: bool, post: Callable[[Mail], None]) -> None:
+        """``post`` is called on the loop's thread, once for all that a step or a piece of a prompt made.
+
+        The last news that a row ever gets is a ``Finish`` or an exception, unless it was cancelled.
+        """
         self._name = name
+        self._post = post
         self._steps = steps
         self._deterministic = deterministic
         self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
@@ -49,6 +54,7 @@ class DecodeLoop:
         self._over: str | None = None
         self._thread: threading.Thread | None = None
         # Below: the thread's own.
+        self._mail: list[tuple[Row, Sequence[News]]] = []
         self._slots = list(range(slots))  # free ones, a heap
         self._waiting: list[Row] = []
         self._prefilling: list[Row] = []
@@ -111,16 +117,25 @@ class DecodeLoop:
                 while self._receive():
                     self._drop_cancelled()
                     self._prefill()
+                    self._send()
                     self._decode()
             except Exception:
                 # Not a request's error but the loop's own: `check` reports it, and the replica is replaced.
                 logger.exception("stage %s: the decode loop died", self._name)
                 self._close(f"stage {self._name}: the decode loop died")
             self._fail_all()
+            self._send()
+
+    def _send(self) -> None:
+        """Post what was made since the last time: waking the event loop costs more than a row's news are worth."""
+        if self._mail:
+            self._post(self._mail)
+            self._mail = []
 
     def _receive(self) -> bool:
         """Read all letters, sleeping for one only if there is nothing to compute; False when asked to stop."""
         while True:
+            self._send()
             busy = self._waiting or self._prefilling or any(map(self._steps.ready, self._decoding))
             try:
                 letter = self._inbox.get(block=not busy)
@@ -148,7 +163,7 @@ class DecodeLoop:
         row.items += 1
         self._steps.feed(row, item)
         if row in self._decoding and not self._steps.ready(row):
-            row.deliver((Waiting(row.items),))  # the item was worth nothing
+            self._mail.append((row, (Waiting(row.items),)))  # the item was worth nothing
 
     def _end_feed(self, row: Row) -> None:
         row.feed_ended = True
@@ -184,7 +199,7 @@ class DecodeLoop:
         result = self._steps.prefill(row, end)
         row.computed = end
         if end < row.length:
-            row.deliver(())
+            self._mail.append((row, ()))
             return
         self._prefilling.remove(row)
         self._decoding.append(row)
@@ -221,7 +236,7 @@ class DecodeLoop:
         news: list[News] = [*made.outputs]
         if row in self._decoding and not self._steps.ready(row):
             news.append(Waiting(row.items))
-        row.deliver(news)
+        self._mail.append((row, news))
 
     def _alone(self, row: Row, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do work of one row; its error goes to the row's owner, who raises it, and touches no other row."""
@@ -236,7 +251,7 @@ class DecodeLoop:
         heapq.heappush(self._slots, row.slot)
         self._steps.model.release(row.slot)
         row.slot = -1
-        row.deliver(outputs)
+        self._mail.append((row, outputs))
 
     def _fail_all(self) -> None:
         """Give every row that is left the reason why the loop is over."""
@@ -247,7 +262,7 @@ class DecodeLoop:
         late: Sequence[Letter | None] = [self._inbox.get() for _ in range(self._inbox.qsize())]
         self._waiting.extend(letter.row for letter in late if letter is not None and letter.kind == "new")
         for row in self._waiting:
-            row.deliver((error,))
+            self._mail.append((row, (error,)))
 
 
 def _most_urgent(rows: Sequence[Row]) -> Row:

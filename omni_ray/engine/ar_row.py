@@ -22,6 +22,8 @@ class Waiting:
 
 News = Output | Exception | Waiting
 Deliver = Callable[[Sequence[News]], None]
+Mail = Sequence[tuple["Row", Sequence[News]]]
+"""News by row, in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +32,7 @@ class Row:
 
     Attributes:
         prompt: what ``SlotModel.encode`` takes.
-        deliver: called on the loop's thread with new outputs, none if there is only progress. The last one it ever
-            gets is a ``Finish`` or an exception, unless the row was cancelled.
+        deliver: takes the row's news, on the owner's side; empty if the row only got on.
         cancelled: set by ``DecodeLoop.cancel`` at any time; the row is gone before the next step.
         slot: its place in the model's KV cache, -1 before it has one.
         prepared: the prompt as the model computes it, ``length`` positions, ``computed`` of which are in the slot.

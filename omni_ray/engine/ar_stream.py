@@ -14,8 +14,8 @@ from omni_ray.engine.types import Finish, Output, Request
 class RowStream:
     """``open`` once with the prompt, ``feed`` and ``end``, read ``outputs`` to a ``Finish`` or an error, ``close``.
 
-    Results cross from the loop's thread with ``call_soon_threadsafe`` as they are made. While the row can compute, the
-    engine counts as having input in hand, so that a hang is noticed; a row that waits for its feed hangs nobody.
+    Its row's news come to ``deliver``. While the row can compute, the engine counts as having input in hand, so that a
+    hang is noticed; a row that waits for its feed hangs nobody.
     """
 
     def __init__(self, request: Request, loop: DecodeLoop, admission: Admission, busy: ExitStack) -> None:
@@ -28,7 +28,6 @@ class RowStream:
         self._row: Row | None = None
         self._sent = 0
         self._ended = False
-        self._event_loop = asyncio.get_running_loop()
 
     def open(self, prompt: Any) -> None:
         """Submit the row.
@@ -36,7 +35,7 @@ class RowStream:
         Raises:
             StageFailedError: the engine takes no rows any more.
         """
-        row = Row(self._request, prompt, self._deliver)
+        row = Row(self._request, prompt, self.deliver)
         self._loop.submit(row)
         self._row = row
         self._take_in_hand()
@@ -74,11 +73,8 @@ class RowStream:
         self._busy.close()
         self._in_hand = False
 
-    def _deliver(self, news: Sequence[News]) -> None:
-        if not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._arrive, news)
-
-    def _arrive(self, news: Sequence[News]) -> None:
+    def deliver(self, news: Sequence[News]) -> None:
+        """Take what the row made."""
         self._admission.progressed()
         for new in news:
             if isinstance(new, Waiting):
