@@ -1,10 +1,10 @@
 """The decode loop of the autoregressive engine: one thread that owns the model and steps all running requests.
 
 Between two steps rows join and leave: a waiting request takes a free slot, and its prompt is computed in pieces, one
-piece between two decode steps, so that a long prompt never stops the others. While all rows that could step are ahead
-of their listeners, prompts go first: nobody has heard those yet. A row whose next input has not arrived is left out of
-a step and keeps its KV; when nobody can step, the thread sleeps until something arrives. What a step is, ``Steps``
-knows. Knows no event loop.
+piece, or some short prompts, between two decode steps, so that a long prompt never stops the others. While all rows
+that could step are ahead of their listeners, prompts go first: nobody has heard those yet. A row whose next input has
+not arrived is left out of a step and keeps its KV; when nobody can step, the thread sleeps until something arrives.
+What a step is, ``Steps`` knows. Knows no event loop.
 """
 
 import heapq
@@ -175,15 +175,20 @@ class DecodeLoop:
         self._waiting = [row for row in self._waiting if not row.cancelled]
 
     def _prefill(self) -> None:
-        """Let waiting rows in, and compute one piece of one prompt: of the most urgent row."""
+        """Let waiting rows in, and compute ``PREFILL_CHUNK`` positions of prompts, of the most urgent rows first."""
         while self._slots and self._waiting:
             row = _most_urgent(self._waiting)
             self._waiting.remove(row)
             row.slot = heapq.heappop(self._slots)
             self._prefilling.append(row)
             self._alone(row, self._join, row)
-        if self._prefilling:
+        room = PREFILL_CHUNK
+        while self._prefilling:
             row = _most_urgent(self._prefilling)
+            # Deterministic models compute a whole piece, however short.
+            room -= PREFILL_CHUNK if self._deterministic else _piece_end(row) - row.computed
+            if room < 0:
+                break
             self._alone(row, self._prefill_piece, row)
 
     def _join(self, row: Row) -> None:
@@ -195,7 +200,7 @@ class DecodeLoop:
             self._end_feed(row)
 
     def _prefill_piece(self, row: Row) -> None:
-        end = min(row.length, (row.computed // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
+        end = _piece_end(row)
         result = self._steps.prefill(row, end)
         row.computed = end
         if end < row.length:
@@ -263,6 +268,10 @@ class DecodeLoop:
         self._waiting.extend(letter.row for letter in late if letter is not None and letter.kind == "new")
         for row in self._waiting:
             self._mail.append((row, (error,)))
+
+
+def _piece_end(row: Row) -> int:
+    return min(row.length, (row.computed // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
 
 
 def _most_urgent(rows: Sequence[Row]) -> Row:
