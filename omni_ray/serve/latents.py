@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import ObjectLostError
 
-from omni_ray.engine.types import AudioClip, Chunk, Clip, LatentChunk, Output
+from omni_ray.engine.types import AudioClip, Chunk, Clip, ImageClip, LatentChunk, Output
 from omni_ray.errors import ReplicaDiedError
 from omni_ray.serve.events import OutputEvent, StoredClip
 
@@ -63,8 +63,12 @@ async def load_clip(stored: StoredClip) -> Clip:
 
 
 def _array(clip: Clip) -> NDArray[Any]:
-    return clip.samples if isinstance(clip, AudioClip) else clip.pixels
+    if isinstance(clip, AudioClip):
+        return clip.samples
+    return clip.pixels if isinstance(clip, ImageClip) else clip.frames
 
 
 def _with(clip: Clip, array: NDArray[Any]) -> Clip:
-    return replace(clip, samples=array) if isinstance(clip, AudioClip) else replace(clip, pixels=array)
+    if isinstance(clip, AudioClip):
+        return replace(clip, samples=array)
+    return replace(clip, pixels=array) if isinstance(clip, ImageClip) else replace(clip, frames=array)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omni_ray.config.deploy import StreamingConfig
-from omni_ray.config.pipeline import REQUEST, Edge, StagePipelineConfig
+from omni_ray.config.pipeline import REQUEST, Edge, RequestPart, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine
 from omni_ray.engine.resume import Resume
@@ -22,10 +22,12 @@ from omni_ray.engine.types import (
     Chunk,
     Clip,
     Finish,
+    ImageClip,
     Output,
     Request,
     TextChunk,
     TranscriptChunk,
+    VideoClip,
 )
 from omni_ray.errors import SchemaMismatchError, StageFailedError, TakeoverRefusedError
 from omni_ray.serve.events import Envelope, Opened, OutputEvent, RecordEvent
@@ -37,6 +39,11 @@ from omni_ray.serve.records import recordable
 from omni_ray.serve.stage_client import Received, StageClient
 
 Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
+_PARTS: Mapping[type[Clip], RequestPart] = {
+    AudioClip: "input_audio",
+    ImageClip: "input_image",
+    VideoClip: "input_video",
+}
 _FINAL_CHUNKS = {"text": TextChunk, "audio": AudioChunk, "transcript": TranscriptChunk}
 
 
@@ -198,7 +205,7 @@ class StageRun:
     async def _clips(self, edge: Edge) -> AsyncGenerator[Clip, None]:
         """The media that the edge takes."""
         for stored in self._envelope.clips:
-            if ("input_audio" if isinstance(stored.clip, AudioClip) else "input_image") in edge.parts:
+            if _PARTS[type(stored.clip)] in edge.parts:
                 yield await load_clip(stored)
 
     async def _chunks(self, source: str) -> AsyncGenerator[Chunk, None]:

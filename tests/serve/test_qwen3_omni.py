@@ -17,8 +17,13 @@ import soundfile
 import torch
 from numpy.typing import NDArray
 
+from omni_ray.config.pipeline import VideoSampling
+from omni_ray.engine.types import AudioClip, MediaPart, Message, TextPart, VideoClip
+from omni_ray.models.qwen3_omni.prompt import ChatPrompt
+from omni_ray.video import decode_sound, decode_video
 from tests.conftest import Served, Serving, wait_until
 from tests.serve.test_ramp import heard, parse_sse
+from tests.videos import hum, made_video
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "qwen3_omni"))
 from chats import CHATS, PICTURE_CHATS, RATE
@@ -26,7 +31,7 @@ from chats import CHATS, PICTURE_CHATS, RATE
 pytestmark = pytest.mark.weights
 
 TEXT_TOKENS, FRAMES = 14, 40
-KINDS = ("text", "several turns", "audio", "image", "audio and image")
+KINDS = ("text", "several turns", "audio", "image", "audio and image", "video with sound")
 
 
 @dataclass
@@ -36,6 +41,23 @@ class Reference:
     text: str
     samples: NDArray[np.float32]
     messages: list[dict[str, Any]]
+
+
+def film() -> tuple[ChatPrompt, bytes]:
+    """A chat with a video that is heard too, as decoded and as a client sends it."""
+    pictures = np.random.default_rng(3).integers(0, 256, (50, 48, 64, 3), np.uint8)
+    data = made_video(pictures=pictures, fps=25, sound=hum(2))
+    sampling = VideoSampling()
+    frames = decode_video(data, param="", choose=sampling.indices, max_seconds=9, max_pixels=10**6)
+    sound = decode_sound(data, param="", sample_rate=RATE, max_seconds=9)
+    message = Message("user", (TextPart("Say"), MediaPart("video", 0)))
+    return ChatPrompt(
+        (message,), {0: AudioClip(0, sound, RATE)}, {}, {0: VideoClip(0, frames, sampling.fps)}
+    ), data  # fmt: skip
+
+
+def chat_of(kind: str) -> ChatPrompt:
+    return film()[0] if kind == "video with sound" else {**CHATS, **PICTURE_CHATS}[kind]
 
 
 def messages_of(prompt: Any) -> list[dict[str, Any]]:
@@ -53,6 +75,9 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
                 soundfile.write(buffer, prompt.clips[part.index].samples, RATE, format="WAV", subtype="FLOAT")
                 data = base64.b64encode(buffer.getvalue()).decode()
                 parts.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
+            elif part.kind == "video":
+                url = f"data:video/mp4;base64,{base64.b64encode(film()[1]).decode()}"
+                parts.append({"type": "video_url", "video_url": {"url": url}})
             else:
                 Image.fromarray(prompt.images[part.index].pixels).save(buffer, format="PNG")
                 url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -91,11 +116,12 @@ def make_references(tiny: Path, kinds: Sequence[str], frames: int) -> dict[str, 
     model.talker.config.audio_config = model.config.thinker_config.audio_config
     found = {}
     for kind in kinds:
-        prompt = {**CHATS, **PICTURE_CHATS}[kind]
-        asked = prefill(thinker, prompt, 0)[2][0]
+        prompt = chat_of(kind)
+        inputs = upstream_inputs(tiny, prompt, prefill(thinker, prompt, 0)[2][0].token_ids)
         thinker.release(0)
         sequences, _ = model.generate(
-            **upstream_inputs(tiny, prompt, asked.token_ids),
+            **inputs,
+            talker_use_audio_in_video=inputs.get("use_audio_in_video", False),
             speaker="ethan",
             return_audio=True,
             thinker_max_new_tokens=TEXT_TOKENS,
@@ -104,7 +130,7 @@ def make_references(tiny: Path, kinds: Sequence[str], frames: int) -> dict[str, 
             talker_do_sample=False,
             talker_max_new_tokens=frames + 1,
         )
-        answer = sequences[0, len(asked.token_ids) :]
+        answer = sequences[0, inputs["input_ids"].shape[1] :]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         samples = model.code2wav(seen[-1])[0, 0].numpy()
         found[kind] = Reference(text, samples, messages_of(prompt))
@@ -136,6 +162,7 @@ def body(messages: Any, **more: Any) -> dict[str, Any]:
         "audio": {"voice": "Ethan", "format": "pcm16"},
         "stream": True,
         "temperature": 0,
+        "mm_processor_kwargs": {"use_audio_in_video": True},
         **more,
     }
 

@@ -1,8 +1,9 @@
-"""From decoded sound and pictures to what the thinker's towers read, and from there to rows of its prompt.
+"""From decoded sound, pictures and videos to what the thinker's towers read, and from there to rows of its prompt.
 
 ``MediaReader`` makes features (mel, patches) with transformers' ``WhisperFeatureExtractor`` and
-``Qwen2VLImageProcessorPil``; it touches no weights and is safe to use in any thread. ``Towers`` are transformers' audio
-and vision encoders. The whole processor class of transformers is not used: it needs torchvision for videos.
+``Qwen2VLImageProcessorPil``, and those of videos itself (``video_patches``): transformers' class for them, and so its
+whole processor, needs torchvision. It touches no weights and is safe to use in any thread. ``Towers`` are transformers'
+audio and vision encoders.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import WhisperFeatureExtractor
 
-from omni_ray.engine.types import AudioClip, ImageClip
+from omni_ray.engine.types import AudioClip, ImageClip, VideoClip
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen3_omni.positions import Grid
+from omni_ray.models.qwen3_omni.video_patches import VideoPatches
 
 SHORTEST_SAMPLES: Final = 400
 """One window of the spectrogram. Shorter clips are padded with silence: upstream fails on them (cases.md C32)."""
@@ -42,7 +44,7 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """All images of a prompt: float32 ``patches`` [patches of all, numbers per patch] and their ``grids``."""
+    """All images and videos of a prompt: float32 ``patches`` [patches of all, numbers per patch], and ``grids``."""
 
     patches: Tensor
     grids: tuple[Grid, ...]
@@ -67,6 +69,7 @@ class MediaReader:
             from transformers import Qwen2VLImageProcessorPil
 
             self._images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+        self._videos = VideoPatches.of(directory)
 
     def sound(self, clips: Sequence[AudioClip]) -> Sound:
         """Mel features of all clips of a prompt, in one call as upstream: a clip's last frames see its padding.
@@ -92,23 +95,47 @@ class MediaReader:
         mask = features["attention_mask"].bool()
         return Sound(features["input_features"].transpose(1, 2)[mask].T, mask.sum(1))
 
-    def pictures(self, clips: Sequence[ImageClip]) -> Pictures:
-        """Patches of all images of a prompt.
+    def pictures(self, clips: Sequence[ImageClip | VideoClip], room: int) -> Pictures:
+        """Patches of all images and videos of a prompt, in order.
+
+        Args:
+            clips: at least one.
+            room: tokens that all videos may become; beyond it they are refused before anything is computed.
 
         Raises:
-            InvalidRequestError: no Pillow here, or an image that cannot be brought to the model's size.
+            InvalidRequestError: no Pillow here, a picture that cannot be brought to the model's size, or no room.
         """
+        videos = self._video_grids([clip for clip in clips if isinstance(clip, VideoClip)], room)
+        parts = [
+            (self._videos.patches(clip, videos[clip.index]), videos[clip.index])
+            if isinstance(clip, VideoClip)
+            else self._image(clip)
+            for clip in clips
+        ]
+        return Pictures(torch.cat([patches for patches, _ in parts]), tuple(grid for _, grid in parts))
+
+    def _video_grids(self, clips: Sequence[VideoClip], room: int) -> dict[int, Grid]:
+        try:
+            grids = {clip.index: self._videos.grid(clip) for clip in clips}
+        except ValueError as error:
+            raise InvalidRequestError(f"a video cannot be read: {error}", "messages") from error
+        tokens = sum(grid.tokens(self._videos.merge) for grid in grids.values())
+        if tokens > room:
+            raise InvalidRequestError(
+                f"the videos make {tokens} tokens; this server takes at most {room} in a chat: send shorter ones",
+                "messages",
+            )
+        return grids
+
+    def _image(self, clip: ImageClip) -> tuple[Tensor, Grid]:
         if self._images is None:
             raise InvalidRequestError("this server cannot read images: Pillow is not installed", "messages")
         try:
             # Without a format, pictures 1 or 3 pixels high would be taken for [channels, height, width].
-            features = self._images(
-                images=[clip.pixels for clip in clips], input_data_format="channels_last", return_tensors="pt"
-            )
+            features = self._images(images=[clip.pixels], input_data_format="channels_last", return_tensors="pt")
         except ValueError as error:
             raise InvalidRequestError(f"an image cannot be read: {error}", "messages") from error
-        grids = tuple(Grid(*grid) for grid in features["image_grid_thw"].tolist())
-        return Pictures(features["pixel_values"], grids)
+        return features["pixel_values"], Grid(*features["image_grid_thw"][0].tolist())
 
 
 class Towers:
@@ -124,7 +151,7 @@ class Towers:
         return rows
 
     def see(self, pictures: Pictures) -> VisualRows:
-        """Rows of all images, one after the other."""
+        """Rows of all images and videos, one after the other."""
         grids = torch.tensor([[grid.time, grid.height, grid.width] for grid in pictures.grids])
         patches = pictures.patches.to(next(self._visual.parameters()).dtype)
         seen = self._visual(patches, grid_thw=grids)

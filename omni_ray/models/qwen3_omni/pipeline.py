@@ -1,6 +1,6 @@
 """Declaration of ``qwen3_omni``: thinker -> talker -> code2wav, resolved from a checkpoint's config.
 
-thinker     reads the chat (text, sound, images) and writes the answer's tokens
+thinker     reads the chat (text, sound, images, videos) and writes the answer's tokens
 talker      makes 12.5 code frames a second from those tokens, while the thinker still writes
 code2wav    makes 1920 samples at 24 kHz of every frame
 
@@ -17,12 +17,15 @@ from omni_ray.config.pipeline import (
     RequestPart,
     StageExecutionType,
     StagePipelineConfig,
+    VideoSampling,
     Voices,
 )
 from omni_ray.config.sampling import SamplingParams
 
 _FAMILY: Final = "omni_ray.models.qwen3_omni"
-_MEDIA: Final[tuple[RequestPart, ...]] = ("input_audio", "input_image")
+_MEDIA: Final[tuple[RequestPart, ...]] = ("input_audio", "input_image", "input_video")
+_VIDEO: Final = VideoSampling(fps=2, least=4, most=768, multiple=2)
+"""2 a second as Qwen's own examples take (no file of the checkpoint says it); the rest as transformers' class."""
 _PUBLISHED_SPEAKERS: Final = ("chelsie", "ethan", "aiden")
 _DEFAULT_SPEAKER: Final = "ethan"
 _OPENAI_VOICES: Final = (
@@ -81,15 +84,16 @@ def resolve(hf_config: Mapping[str, Any]) -> PipelineConfig:
     return PipelineConfig(
         name="qwen3_omni",
         description=(
-            "Qwen3-Omni: text, speech and images in, text and streamed speech out"
+            "Qwen3-Omni: text, speech, images and videos in, text and streamed speech out"
             if speaks
-            else "Qwen3-Omni without its talker: text, speech and images in, text out"
+            else "Qwen3-Omni without its talker: text, speech, images and videos in, text out"
         ),
         stages=(THINKER, TALKER, CODE2WAV) if speaks else (THINKER,),
         hf_architectures=("Qwen3OmniMoeForConditionalGeneration",),
         checkpoints={"tiny": f"{_FAMILY}.checkpoint:make_tiny", "dummy": f"{_FAMILY}.checkpoint:make_dummy"},
         voices=_voices(hf_config.get("talker_config", {})) if speaks else Voices(),
         input_audio_sample_rate=16_000,
+        input_video=_VIDEO,
         max_audio_seconds=300,
     )
 

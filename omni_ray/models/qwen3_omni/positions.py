@@ -58,6 +58,8 @@ class RopePositions:
     Attributes:
         axes: float32 [3, n]: time, height, width. Whole numbers unless a video's steps are fractions of a second.
         delta: what is added to a token's place in the sequence to get its position behind the prompt, on all axes.
+            Answers go on behind the prompt's last position, as in upstream's ``generate``; its ``rope_deltas`` count
+            from the largest one, which is another where a wide video has a short sound.
     """
 
     axes: Axes
@@ -100,7 +102,7 @@ def rope_positions(ids: Sequence[int], grids: Sequence[Grid], layout: RopeLayout
     if unused:
         raise ValueError(f"no image or video tokens for {unused}")
     axes = np.concatenate(pieces, axis=1)
-    return RopePositions(axes, float(axes.max() + np.float32(1) - np.float32(len(tokens))))
+    return RopePositions(axes, float(cursor - np.float32(len(tokens))))
 
 
 def _line(start: np.float32, count: int) -> Axes:

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from omni_ray.engine.types import (
     AudioClip,
     Chunk,
+    Clip,
     CodeFrameChunk,
     ImageClip,
     LatentChunk,
     PromptChunk,
     Request,
     TextChunk,
+    VideoClip,
 )
 from omni_ray.errors import StageFailedError
 from omni_ray.models.qwen3_omni.positions import Grid
@@ -18,12 +20,13 @@ from omni_ray.models.qwen3_omni.prompt import ChatPrompt
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 
 
-async def prompt_of_chat(request: Request, clips: AsyncIterator[AudioClip | ImageClip]) -> AsyncIterator[ChatPrompt]:
+async def prompt_of_chat(request: Request, clips: AsyncIterator[Clip]) -> AsyncIterator[ChatPrompt]:
     """Request -> thinker: the chat with all its media."""
     media = [clip async for clip in clips]
     sounds = {clip.index: clip for clip in media if isinstance(clip, AudioClip)}
     images = {clip.index: clip for clip in media if isinstance(clip, ImageClip)}
-    yield ChatPrompt(request.messages, sounds, images)
+    videos = {clip.index: clip for clip in media if isinstance(clip, VideoClip)}
+    yield ChatPrompt(request.messages, sounds, images, videos)
 
 
 async def talker_inputs(request: Request, chunks: AsyncIterator[Chunk]) -> AsyncIterator[TalkerPrompt | TalkerText]:

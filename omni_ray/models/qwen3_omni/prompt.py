@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart
+from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart, VideoClip
 from omni_ray.errors import InvalidRequestError
 
 CHAT_TEMPLATE: Final = (
@@ -24,7 +24,7 @@ ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assi
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat, oldest message first, with the media that its parts name by index.
+    """A chat, oldest message first, with the media that its parts name by index; a video may have a sound of its index.
 
     System messages stay as they are, in order and in place, and none is inserted (cases.md C41): the model's first two
     stages need no required one, and the talker never hears them.
@@ -33,6 +33,7 @@ class ChatPrompt:
     messages: tuple[Message, ...]
     clips: Mapping[int, AudioClip] = field(default_factory=dict)
     images: Mapping[int, ImageClip] = field(default_factory=dict)
+    videos: Mapping[int, VideoClip] = field(default_factory=dict)
 
     def templated(self) -> list[dict[str, object]]:
         """Messages as chat templates take them.

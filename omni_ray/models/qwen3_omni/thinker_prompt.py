@@ -1,7 +1,7 @@
 """A chat prepared for the thinker: token ids with placeholders expanded, rope positions, features of its media.
 
-``PromptMaker`` does what transformers' ``Qwen3OmniMoeProcessor`` does for text, sound and images, on ids instead of
-text: special tokens split the text around them, so both give the same ids.
+``PromptMaker`` does what transformers' ``Qwen3OmniMoeProcessor`` does for text, sound, images and videos, but on ids
+instead of text: special tokens split the text around them, so both give the same ids.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omni_ray.engine.types import ImageClip, MediaPart, VideoClip
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen3_omni.media import MediaReader, Pictures, Sound, VisualRows, audio_tokens
 from omni_ray.models.qwen3_omni.positions import Axes, Grid, RopeLayout, rope_positions
@@ -44,9 +45,9 @@ class ThinkerPrompt:
     Attributes:
         ids: token ids [n].
         axes: float32 [3, n]. ``delta`` is added to a later token's place to get its rope position.
-        heard_at, seen_at: int64, positions of audio and of image placeholders.
+        heard_at, seen_at: int64, positions of audio and of image or video placeholders.
         wanted: int64, positions of media placeholders in user turns.
-        user_grids: of the images among them.
+        user_grids: of the images and videos among them.
         sound, pictures: features; ``heard`` and ``seen`` are what the towers made of them.
     """
 
@@ -100,6 +101,7 @@ class PromptMaker:
         self._media = media
         self._longest = longest
         self._im_start, self._user = config.im_start_token_id, config.user_token_id
+        self._sound_marks = thinker.audio_start_token_id, thinker.audio_end_token_id
         self._layout = RopeLayout(
             audio=thinker.audio_token_id,
             image=thinker.image_token_id,
@@ -121,28 +123,28 @@ class PromptMaker:
         )
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         parts = prompt.media()
-        clips = [prompt.clips[part.index] for part in parts if part.kind == "audio"]
-        images = [prompt.images[part.index] for part in parts if part.kind == "image"]
+        clips = [prompt.clips[part.index] for part in parts if part.index in prompt.clips]
+        visual = [_visual(prompt, part) for part in parts if part.kind != "audio"]
         sound = self._media.sound(clips) if clips else None
-        pictures = self._media.pictures(images) if images else None
+        pictures = self._media.pictures(visual, self._longest) if visual else None
         grids = () if pictures is None else pictures.grids
-        counts = {
-            self._layout.audio: [] if sound is None else [audio_tokens(frames) for frames in sound.frames.tolist()],
-            self._layout.image: [grid.tokens(self._layout.spatial_merge) for grid in grids],
-        }
-        expanded = _expanded(ids, counts)
+        rows = {} if sound is None else dict(zip((c.index for c in clips), sound.frames.tolist(), strict=True))
+        grid_of = dict(zip((clip.index for clip in visual), grids, strict=True))
+        expanded = self._expanded(
+            ids, [self._placeholders(rows.get(p.index), grid_of.get(p.index), p.kind) for p in parts]
+        )
         tokens = np.asarray(expanded)
         positions = rope_positions(expanded, grids, self._layout)
-        audio, image = tokens == self._layout.audio, tokens == self._layout.image
+        audio, seen = tokens == self._layout.audio, np.isin(tokens, (self._layout.image, self._layout.video))
         users = self._in_user_turns(tokens)
         return ThinkerPrompt(
             ids=expanded,
             axes=positions.axes,
             delta=positions.delta,
             heard_at=np.flatnonzero(audio),
-            seen_at=np.flatnonzero(image),
-            wanted=np.flatnonzero((audio | image) & users),
-            user_grids=self._user_grids(grids, users[image]),
+            seen_at=np.flatnonzero(seen),
+            wanted=np.flatnonzero((audio | seen) & users),
+            user_grids=self._user_grids(grids, users[seen]),
             sound=sound,
             pictures=pictures,
         )
@@ -154,8 +156,6 @@ class PromptMaker:
                 for token in self._reserved:
                     if token in part.get("text", ""):
                         raise InvalidRequestError(f"a text holds the reserved token {token!r}", "messages")
-        if any(part.kind == "video" for part in prompt.media()):
-            raise InvalidRequestError("video parts are not supported by this server", "messages")
         seconds = sum(len(clip.samples) / clip.sample_rate for clip in prompt.clips.values())
         if seconds * 13 > self._longest:
             raise InvalidRequestError(
@@ -169,8 +169,32 @@ class PromptMaker:
         turn = np.cumsum(tokens == self._im_start) - 1
         return (turn >= 0) & roles[np.maximum(turn, 0)]
 
+    def _placeholders(self, frames: int | None, grid: Grid | None, kind: str) -> list[int]:
+        """What stands in the prompt for a medium of ``frames`` mel frames, a grid, or a video of both."""
+        heard = [] if frames is None else [self._layout.audio] * audio_tokens(frames)
+        if grid is None:
+            return heard
+        seen = [self._layout.image if kind == "image" else self._layout.video] * grid.tokens(self._layout.spatial_merge)
+        if frames is None:
+            return seen
+        # A video's sound lies between its frames by time; at the same time the frame comes first.
+        step = len(seen) // grid.time
+        times = [place // step * grid.seconds * self._layout.per_second for place in range(len(seen))]
+        both = sorted([(time, 0, token) for time, token in zip(times, seen, strict=True)]
+                      + [(time, 1, token) for time, token in enumerate(heard)])  # fmt: skip
+        first, last = self._sound_marks
+        return [first, *(token for _, _, token in both), last]
+
+    def _expanded(self, ids: Sequence[int], media: Sequence[list[int]]) -> list[int]:
+        """Every placeholder id of the template replaced by what stands for its medium."""
+        left, marks = iter(media), {self._layout.audio, self._layout.image, self._layout.video}
+        out: list[int] = []
+        for token in ids:
+            out.extend(next(left) if token in marks else [token])
+        return out
+
     def _user_grids(self, grids: Sequence[Grid], users: Any) -> tuple[Grid, ...]:
-        """The grids of images in user turns; ``users`` says so for each image placeholder of the prompt."""
+        """The grids of images and videos in user turns; ``users`` says so for each placeholder of theirs."""
         firsts = np.cumsum([0, *(grid.tokens(self._layout.spatial_merge) for grid in grids)])
         return tuple(grid for grid, first in zip(grids, firsts, strict=False) if users[first])
 
@@ -181,10 +205,5 @@ def _inside(positions: Any, start: int, stop: int) -> slice:
     return slice(int(first), int(last))
 
 
-def _expanded(ids: Sequence[int], counts: dict[int, list[int]]) -> list[int]:
-    """Every placeholder id repeated as often as its medium has rows."""
-    left = {token: iter(numbers) for token, numbers in counts.items()}
-    out: list[int] = []
-    for token in ids:
-        out.extend([token] * next(left[token]) if token in left else [token])
-    return out
+def _visual(prompt: ChatPrompt, part: MediaPart) -> ImageClip | VideoClip:
+    return prompt.images[part.index] if part.kind == "image" else prompt.videos[part.index]

@@ -38,7 +38,7 @@ def chat_routes(service: Service) -> APIRouter:
         service.admit(info, CHAT)
         with service.bodies.receive(request) as body:
             call, encoded = await read_json(body, model, lambda parsed: read_chat(service, parsed, info))
-            clips = await decode_clips(service, body, encoded)
+            clips = await decode_clips(service, body, encoded, call.audio_in_video)
         return LiveResponse(_answer(service, call, clips, info), info)
 
     return router

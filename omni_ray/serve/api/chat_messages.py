@@ -2,17 +2,16 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.engine.types import MediaPart, Message, TextPart
 from omni_ray.errors import InvalidRequestError
 from omni_ray.serve.api.chat_models import ChatMessage, ContentPart
 from omni_ray.serve.api.errors import shown
-from omni_ray.serve.api.media import EncodedClip, MediaUrl
+from omni_ray.serve.api.media import EncodedClip, Kind, MediaUrl
 from omni_ray.serve.api.service import is_blank
 
-_TYPES = ("text", "input_audio", "audio_url", "image_url")
+_TYPES = ("text", "input_audio", "audio_url", "image_url", "video_url")
 _WEB_URL = re.compile("https?://", re.IGNORECASE)
 _MAX_URL_CHARS = 2048
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -79,6 +78,10 @@ def _part(
         if part.image_url is None:
             raise _error(f"{where}.image_url", "field required")
         clip = _clip_of_url(f"{where}.image_url.url", part.image_url.url, "image", limits)
+    elif part.type == "video_url":
+        if part.video_url is None:
+            raise _error(f"{where}.video_url", "field required")
+        clip = _clip_of_url(f"{where}.video_url.url", part.video_url.url, "video", limits)
     else:
         raise _error(f"{where}.type", f"{shown(part.type)} is not supported here; types: {', '.join(_TYPES)}")
     if role != "user":
@@ -89,16 +92,16 @@ def _part(
     return MediaPart(clip.kind, len(clips) - 1)
 
 
-def _clip(param: str, data: str, kind: Literal["audio", "image"], limits: IngressConfig) -> EncodedClip:
+def _clip(param: str, data: str, kind: Kind, limits: IngressConfig) -> EncodedClip:
     """A clip as base64, as a ``data:`` URL, or to be fetched, if the operator allows any host at all (C06)."""
     return _to_fetch(param, data, kind, limits) if _WEB_URL.match(data) else EncodedClip(param, data, kind)
 
 
-def _clip_of_url(param: str, url: str, kind: Literal["audio", "image"], limits: IngressConfig) -> EncodedClip:
+def _clip_of_url(param: str, url: str, kind: Kind, limits: IngressConfig) -> EncodedClip:
     return EncodedClip(param, url, kind) if url[:5].lower() == "data:" else _to_fetch(param, url, kind, limits)
 
 
-def _to_fetch(param: str, url: str, kind: Literal["audio", "image"], limits: IngressConfig) -> EncodedClip:
+def _to_fetch(param: str, url: str, kind: Kind, limits: IngressConfig) -> EncodedClip:
     if not limits.media_urls.allow:
         raise _error(param, "media by URL is off; send a base64 data: URL")
     if not _WEB_URL.match(url) or len(url) > _MAX_URL_CHARS:

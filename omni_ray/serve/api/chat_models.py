@@ -34,6 +34,12 @@ class ImageUrl(OpenAIModel):
     url: str
 
 
+class VideoUrl(OpenAIModel):
+    """Only a base64 ``data:`` URL; nothing is ever downloaded (C06)."""
+
+    url: str
+
+
 class ContentPart(OpenAIModel):
     """``type`` says which one of the others must be there."""
 
@@ -42,6 +48,7 @@ class ContentPart(OpenAIModel):
     input_audio: InputAudio | None = None
     audio_url: AudioUrl | None = None
     image_url: ImageUrl | None = None
+    video_url: VideoUrl | None = None
 
 
 def _parts(content: Any) -> Any:
@@ -78,6 +85,12 @@ class ResponseFormat(OpenAIModel):
     type: str
 
 
+class MediaOptions(OpenAIModel):
+    """``mm_processor_kwargs``, as vLLM's. ``use_audio_in_video``: hear every video's sound, in time with its frames."""
+
+    use_audio_in_video: bool | None = None
+
+
 def _stops(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
@@ -89,6 +102,7 @@ class ChatBody(OpenAIModel):
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     modalities: Any = Field(default=None, description='["text"], ["audio"] or both; missing or empty is text')
     audio: AudioOptions | None = None
+    mm_processor_kwargs: MediaOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None

@@ -25,7 +25,7 @@ from omni_ray.serve.planner import Plan
 
 Modality = Literal["text", "audio"]
 _MODALITIES: tuple[Modality, ...] = ("text", "audio")
-_PARTS: Mapping[str, RequestPart] = {"audio": "input_audio", "image": "input_image"}
+_PARTS: Mapping[str, RequestPart] = {"audio": "input_audio", "image": "input_image", "video": "input_video"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class ChatCall:
     Attributes:
         modalities: what the client asked for. The plan may also make text, for the transcript of audio.
         format: an audio format's name.
+        audio_in_video: whether the videos' sound is heard.
         ignored: the header that names the fields nobody reads.
     """
 
@@ -42,6 +43,7 @@ class ChatCall:
     plan: Plan
     modalities: frozenset[Modality]
     format: str
+    audio_in_video: bool
     stream: bool
     include_usage: bool
     ignored: Mapping[str, str]
@@ -75,7 +77,8 @@ def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> tuple[Chat
     format = _format(audio.format, stream)
     sampling = _sampling(body)
     messages, clips = read_messages(body.messages, dispatcher.config)
-    plan = _plan(service, modalities, clips)
+    audio_in_video = _audio_in_video(body, clips)
+    plan = _plan(service, modalities, clips, audio_in_video)
     longest = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
     unread = unread_sampling(
         dispatcher.pipeline, plan, sampling, lambda name: longest if name == "max_tokens" else name
@@ -93,9 +96,10 @@ def read_chat(service: Service, body: ChatBody, info: RequestInfo) -> tuple[Chat
         plan=plan,
         modalities=modalities,
         format=format,
+        audio_in_video=audio_in_video,
         stream=stream,
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        ignored=ignored_header([*unknown_fields(body), *_honoured_by_nobody(body, modalities), *unread]),
+        ignored=ignored_header([*unknown_fields(body), *_honoured_by_nobody(body, modalities, clips), *unread]),
     )
     return call, clips
 
@@ -118,12 +122,28 @@ def _format(asked: Any, stream: bool) -> str:
     return find_format("pcm" if name == "pcm16" else name, streamed=stream, param="audio.format").name
 
 
-def _plan(service: Service, modalities: frozenset[Modality], clips: tuple[EncodedClip, ...]) -> Plan:
+def _audio_in_video(body: ChatBody, clips: tuple[EncodedClip, ...]) -> bool:
+    """Whether the videos' sound is wanted; vLLM's other processor options would change the answer unseen."""
+    options = body.mm_processor_kwargs
+    if options is None:
+        return False
+    for name in options.model_extra or {}:
+        param = f"mm_processor_kwargs.{name}"
+        raise InvalidRequestError(f"{shown(param)}: cannot be honoured by this server; only use_audio_in_video", param)
+    return bool(options.use_audio_in_video) and any(clip.kind == "video" for clip in clips)
+
+
+def _plan(
+    service: Service, modalities: frozenset[Modality], clips: tuple[EncodedClip, ...], audio_in_video: bool
+) -> Plan:
     """Audio brings the text along, as its transcript, where the pipeline makes text at all."""
     has_text = "text" in service.dispatcher.pipeline.output_kinds()
     outputs: set[OutputKind] = {*modalities, "text"} if has_text else {*modalities}
+    parts: set[RequestPart] = {"messages", *(_PARTS[clip.kind] for clip in clips)}
+    if audio_in_video:
+        parts.add("input_audio")
     try:
-        return service.dispatcher.plan(outputs, {"messages", *(_PARTS[clip.kind] for clip in clips)})
+        return service.dispatcher.plan(outputs, parts)
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, error.param or ("messages" if clips else "modalities")) from error
 
@@ -172,7 +192,11 @@ def _refuse_what_cannot_be_honoured(body: ChatBody) -> None:
             raise InvalidRequestError(f"{name}: cannot be honoured by this server; {only}", name)
 
 
-def _honoured_by_nobody(body: ChatBody, modalities: frozenset[Modality]) -> Iterator[str]:
+def _honoured_by_nobody(
+    body: ChatBody, modalities: frozenset[Modality], clips: tuple[EncodedClip, ...]
+) -> Iterator[str]:
+    if body.mm_processor_kwargs is not None and not any(clip.kind == "video" for clip in clips):
+        yield "mm_processor_kwargs"
     if body.tools:
         yield "tools"
     if body.functions:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart
+from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart, VideoClip
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
 
 RATE = 16000
@@ -24,25 +24,43 @@ def picture(height: int, width: int) -> NDArray[np.uint8]:
     return np.random.default_rng(height * 1000 + width).integers(0, 255, (height, width, 3), dtype=np.uint8)
 
 
+def film(frames: int, height: int, width: int) -> NDArray[np.uint8]:
+    """Random pixels that change, always the same ones for a size."""
+    seed = frames * 1_000_000 + height * 1000 + width
+    return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), dtype=np.uint8)
+
+
 def chat(*turns: tuple[Any, ...]) -> ChatPrompt:
-    """A chat of turns (role, part ...): a str is text, an int a sound of so many samples, a pair an image's size."""
+    """A chat of turns (role, part ...).
+
+    A str is text, an int a sound of so many samples, a pair an image's size, and more numbers a video: frames, height,
+    width, and samples of its sound if there is any.
+    """
     messages: list[Message] = []
     clips: dict[int, AudioClip] = {}
     images: dict[int, ImageClip] = {}
+    videos: dict[int, VideoClip] = {}
+    index = 0
     for role, *parts in turns:
         content: list[TextPart | MediaPart] = []
         for part in parts:
-            index = len(clips) + len(images)
             if isinstance(part, str):
                 content.append(TextPart(part))
-            elif isinstance(part, int):
+                continue
+            if isinstance(part, int):
                 clips[index] = AudioClip(index, tone(part, 300 + 70 * index), RATE)
                 content.append(MediaPart("audio", index))
-            else:
+            elif len(part) == 2:
                 images[index] = ImageClip(index, picture(*part))
                 content.append(MediaPart("image", index))
+            else:
+                videos[index] = VideoClip(index, film(*part[:3]), 2.0)
+                content.append(MediaPart("video", index))
+                if part[3:]:
+                    clips[index] = AudioClip(index, tone(part[3]), RATE)
+            index += 1
         messages.append(Message(role, tuple(content)))
-    return ChatPrompt(tuple(messages), clips, images)
+    return ChatPrompt(tuple(messages), clips, images, videos)
 
 
 CHATS = {
@@ -63,16 +81,24 @@ PICTURE_CHATS = {
         ("assistant", "ok", (33, 40)),
         ("user", (130, 33), (32, 32), "one two three " * 40, 5000),
     ),
+    "video": chat(("user", (4, 48, 64), "describe")),
+    "video with sound": chat(("user", "Say", (3, 90, 40, 30000), "what")),
+    "videos with sound, image, audio": chat(
+        ("user", (64, 96), "x", (2, 40, 40, 9000), 20000, "and"), ("assistant", "ok"), ("user", (1, 30, 30, 1000), "?")
+    ),
 }
 """They need Pillow."""
 
 
-def upstream_inputs(directory: Path, prompt: ChatPrompt, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What upstream's processor gives its model, made of the processor's own parts."""
+def upstream_inputs(directory: Path, prompt: ChatPrompt, ids: tuple[int, ...]) -> dict[str, Any]:
+    """What upstream's processor gives its model, made of the processor's own parts.
+
+    But for the patches of videos, whose maker needs torchvision; that ours equal it is tested in ``test_video``.
+    """
     from transformers import WhisperFeatureExtractor
 
     tokens = torch.tensor([ids])
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if prompt.clips:
         features = WhisperFeatureExtractor.from_pretrained(directory)(
             [clip.samples for clip in prompt.clips.values()],
@@ -88,4 +114,13 @@ def upstream_inputs(directory: Path, prompt: ChatPrompt, ids: tuple[int, ...]) -
 
         reader = Qwen2VLImageProcessorPil.from_pretrained(directory)
         inputs.update(reader(images=[image.pixels for image in prompt.images.values()], return_tensors="pt"))
+    if prompt.videos:
+        from omni_ray.models.qwen3_omni.video_patches import VideoPatches
+
+        maker = VideoPatches.of(directory)
+        grids = {clip.index: maker.grid(clip) for clip in prompt.videos.values()}
+        inputs["pixel_values_videos"] = torch.cat([maker.patches(c, grids[c.index]) for c in prompt.videos.values()])
+        inputs["video_grid_thw"] = torch.tensor([[g.time, g.height, g.width] for g in grids.values()])
+        inputs["video_second_per_grid"] = torch.tensor([grid.seconds for grid in grids.values()])
+        inputs["use_audio_in_video"] = bool(set(prompt.videos) & set(prompt.clips))
     return inputs

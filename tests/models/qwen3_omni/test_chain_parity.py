@@ -19,7 +19,7 @@ from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import Engine, EngineContext
 from omni_ray.engine.codec import CodecEngine
 from omni_ray.engine.options import AROptions, CodecLMOptions
-from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, PromptChunk, Request, TextChunk
+from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, MediaPart, PromptChunk, Request, TextChunk
 from omni_ray.models.qwen3_omni.code2wav import Qwen3OmniCode2Wav
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.pipeline import CODE2WAV, TALKER, THINKER
@@ -52,20 +52,20 @@ class Chain:
             if not isinstance(output, Finish):
                 yield output
 
-    async def answer(self, prompt: ChatPrompt, frames: int) -> None:
-        """Start, answer one chat greedily with at most ``frames`` frames, stop."""
+    async def answer(self, prompt: ChatPrompt, frames: int, tokens: int = TOKENS) -> None:
+        """Start, answer one chat greedily with at most ``tokens`` tokens and ``frames`` frames, stop."""
         engines = (self.thinker, self.talker, self.code2wav)
         await asyncio.gather(*(engine.start() for engine in engines))
         try:
-            await self._run(prompt, frames)
+            await self._run(prompt, frames, tokens)
         finally:
             await asyncio.gather(*(engine.stop() for engine in engines))
 
-    async def _run(self, prompt: ChatPrompt, frames: int) -> None:
+    async def _run(self, prompt: ChatPrompt, frames: int, tokens: int) -> None:
         async def asked() -> AsyncIterator[ChatPrompt]:
             yield prompt
 
-        written = SamplingParams(temperature=0, max_tokens=TOKENS)
+        written = SamplingParams(temperature=0, max_tokens=tokens)
         spoken = SamplingParams(temperature=0, max_tokens=frames, repetition_penalty=1.05)
         writer, speaker = (Request("r", seed=1, voice="Ethan", sampling=sampling) for sampling in (written, spoken))
         text = self._noted(self.thinker, writer, asked())
@@ -79,18 +79,21 @@ class Chain:
 
 @torch.no_grad()
 def monolith(
-    upstream: Any, inputs: dict[str, torch.Tensor], grids: Any, frames: int, end: int | None = None
+    upstream: Any, inputs: dict[str, Any], grids: Any, frames: int, end: int | None = None
 ) -> tuple[list[int], torch.Tensor]:
     """Text, and codes int64 [1, codebooks, frames] on their way to code2wav.
 
-    ``grids`` are those of user turns: left to itself, upstream hands its talker those of all turns, in the wrong order.
+    ``grids`` are those of images in user turns: left to itself, upstream hands its talker those of all turns, in the
+    wrong order. Nor does it tell its talker of ``use_audio_in_video``, without which positions there would not fit.
     """
     config, kept = upstream.config, []
     decode = upstream.code2wav.chunked_decode
     # Upstream's talker has no audio config, which its rope positions of sound beside images need.
     config.talker_config.audio_config = config.thinker_config.audio_config
     upstream.code2wav.chunked_decode = lambda codes, **_: kept.append(codes) or torch.zeros(1)
-    own = {"talker_image_grid_thw": torch.tensor([grid[:3] for grid in grids])} if grids else {}
+    own: dict[str, Any] = {"talker_image_grid_thw": torch.tensor([grid[:3] for grid in grids])} if grids else {}
+    if "use_audio_in_video" in inputs:
+        own["talker_use_audio_in_video"] = inputs["use_audio_in_video"]
     try:
         sequences, _ = upstream.generate(
             **inputs,
@@ -108,6 +111,11 @@ def monolith(
     return sequences[0, inputs["input_ids"].shape[1] :].tolist(), kept[0]
 
 
+def kinds_in_user_turns(prompt: ChatPrompt) -> list[str]:
+    parts = [part for message in prompt.messages if message.role == "user" for part in message.content]
+    return [part.kind for part in parts if isinstance(part, MediaPart) and part.kind != "audio"]
+
+
 def whole(parts: list[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(parts)
 
@@ -123,7 +131,8 @@ async def test_text_codes_and_sound_equal_upstream(
     await chain.answer(prompt, frames)
     (asked,) = chain.outputs(PromptChunk)
     inputs = upstream_inputs(tiny_checkpoint, prompt, asked.token_ids)
-    text, codes = monolith(upstream, inputs, asked.grids, frames)
+    images = [grid for grid, kind in zip(asked.grids, kinds_in_user_turns(prompt), strict=True) if kind == "image"]
+    text, codes = monolith(upstream, inputs, images, frames)
     assert [token for chunk in chain.outputs(TextChunk) for token in chunk.token_ids] == text
     ours = whole([chunk.frames for chunk in chain.outputs(CodeFrameChunk)])
     assert ours.shape == (frames, 4)
@@ -175,6 +184,6 @@ async def test_text_and_codes_may_end_in_mid_stream(tiny_checkpoint: Path, upstr
 
 async def test_the_talker_speaks_before_the_thinker_is_done(tiny_checkpoint: Path) -> None:
     chain = Chain(tiny_checkpoint)
-    await chain.answer(CHATS["text"], 27)
+    await chain.answer(CHATS["text"], 27, tokens=200)
     kinds = [type(output) for output in chain.log]
     assert kinds.index(CodeFrameChunk) < len(kinds) - 1 - kinds[::-1].index(TextChunk)

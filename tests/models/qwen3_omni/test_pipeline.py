@@ -64,7 +64,9 @@ def test_a_checkpoint_selects_it(tiny_checkpoint: Path, tmp_path: Path):
     assert names(load_pipeline("qwen3_omni", variant={"enable_audio_output": False})) == ["thinker"]
 
 
-@pytest.mark.parametrize("media", [(), ("input_audio",), ("input_image",), ("input_audio", "input_image")])
+@pytest.mark.parametrize(
+    "media", [(), ("input_audio",), ("input_image",), ("input_video",), ("input_audio", "input_video")]
+)
 def test_text_only_requests_never_start_the_talker(media: Any):
     pipeline = resolve({})
     parts = {"messages", *media}

@@ -59,6 +59,7 @@ class Prompt:
         return self
 
     def upstream(self) -> tuple[torch.Tensor, float]:
+        """Positions, and how far behind its place in the sequence ``generate`` puts the next token."""
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
             Qwen3OmniMoePreTrainedModelForConditionalGeneration as Upstream,
         )
@@ -81,7 +82,7 @@ class Prompt:
                 self.config = config
 
         ids = torch.tensor([self.ids])
-        axes, delta = Upstream.get_rope_index(
+        axes, _ = Upstream.get_rope_index(
             Owner(),
             ids,
             torch.tensor(self.images) if self.images else None,
@@ -91,7 +92,7 @@ class Prompt:
             torch.tensor(self.sounds) if self.sounds else None,
             torch.tensor(self.seconds) if self.seconds else None,
         )
-        return axes[:, 0], float(delta)
+        return axes[:, 0], float(axes[0, 0, -1] + 1 - len(self.ids))
 
 
 PROMPTS: dict[str, Prompt] = {
@@ -109,6 +110,7 @@ PROMPTS: dict[str, Prompt] = {
     "video with sound": Prompt().text(3).video(3, 4, 4, 1.0, frames=250).text(4),
     "video with long sound": Prompt().text(3).video(2, 4, 4, 1.0, frames=900).text(4),
     "wide video with short sound": Prompt().video(2, 2, 60, 0.5, frames=40).text(4).image(4, 4).text(1),
+    "wide video with short sound, at the end": Prompt().text(1).video(1, 2, 60, 0.5, frames=10),
 }
 
 

@@ -80,7 +80,7 @@ async def post(fake: FakeDispatcher, body: Any) -> Any:
             400,
             "messages[0].tool_calls",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, 400, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, 400, "messages[0].content[0].video_url"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, 400, "messages[0].content[0].type"),
         ({"n": 2}, 400, "n"),

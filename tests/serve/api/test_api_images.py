@@ -84,7 +84,7 @@ async def test_c06_pictures_are_never_fetched(url: str):
         ({"type": "image_url", "image_url": {"url": 1}}, "user", "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": {"url": PNG}}, "system", "messages[0].content[0]"),
         ({"type": "image_url", "image_url": {"url": PNG}}, "assistant", "messages[0].content[0]"),
-        ({"type": "video_url", "video_url": {"url": PNG}}, "user", "messages[0].content[0].type"),
+        ({"type": "film_url", "film_url": {"url": PNG}}, "user", "messages[0].content[0].type"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,???"}}, "user",
          "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,raw"}}, "user",
