@@ -41,6 +41,7 @@ class Admission:
         self._order = itertools.count()
         self._computing = 0
         self._progress_at = time.monotonic()
+        self._calls: dict[object, float] = {}  # when each began
 
     @asynccontextmanager
     async def place(self, request: Request) -> AsyncIterator[None]:
@@ -127,13 +128,27 @@ class Admission:
             if not gave_up:
                 self.progressed()
 
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Mark one call that ``stall_s`` bounds by itself, whatever else gets on meanwhile. For any thread."""
+        key = object()
+        self._calls[key] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._calls[key]
+
     def progressed(self) -> None:
         """An output or a step came out."""
         self._progress_at = time.monotonic()
 
     def check(self) -> None:
-        """Raise ``StageFailedError`` if work is in hand and nothing came out for ``stall_s``."""
-        idle = time.monotonic() - self._progress_at
+        """Raise ``StageFailedError`` if for ``stall_s`` nothing came out of work in hand, or a call did not return."""
+        now = time.monotonic()
+        longest = max((now - began for began in self._calls.copy().values()), default=0.0)
+        if longest > self._options.stall_s:
+            raise StageFailedError(f"stage {self._stage} hangs: one call has been running for {longest:.0f} s")
+        idle = now - self._progress_at
         if self._computing and idle > self._options.stall_s:
             raise StageFailedError(
                 f"stage {self._stage} hangs: {self._computing} requests in hand, no output for {idle:.0f} s"

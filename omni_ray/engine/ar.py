@@ -4,7 +4,7 @@ This module is its asynchronous face; the work happens in ``ar_loop`` on one thr
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any, Final
 
@@ -75,8 +75,8 @@ class AREngine(Engine):
             self._event_loop.call_soon_threadsafe(_deliver, mail)
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
-    ) -> AsyncIterator[Output]:
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
+    ) -> AsyncGenerator[Output, None]:
         """See ``Engine.generate``.
 
         Raises:
@@ -101,7 +101,7 @@ class AREngine(Engine):
                     reader.cancel()
                     await asyncio.wait([reader])
 
-    async def _read(self, stream: RowStream, inputs: Mapping[str, AsyncIterator[Any]]) -> None:
+    async def _read(self, stream: RowStream, inputs: Mapping[str, AsyncGenerator[Any, None]]) -> None:
         """Carry the inputs to the row; whatever goes wrong with them ends it."""
         try:
             if self._fed:
@@ -114,7 +114,7 @@ class AREngine(Engine):
         except Exception as error:
             stream.fail(error)
 
-    async def _read_feed(self, stream: RowStream, inputs: Mapping[str, AsyncIterator[Any]]) -> None:
+    async def _read_feed(self, stream: RowStream, inputs: Mapping[str, AsyncGenerator[Any, None]]) -> None:
         async with aclosing(only_input(inputs)) as items:
             opened = False
             async for item in items:
@@ -127,7 +127,7 @@ class AREngine(Engine):
                 raise StageFailedError(f"stage {self._name} got no prompt")
             stream.end()
 
-    async def _only_input(self, inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
+    async def _only_input(self, inputs: Mapping[str, AsyncGenerator[Any, None]]) -> Any:
         prompts = [prompt for source in inputs.values() async for prompt in source]
         if len(prompts) != 1:
             raise StageFailedError(f"stage {self._name} takes exactly one prompt, got {len(prompts)}")

@@ -1,7 +1,7 @@
 """The engine contract: how one stage computes. Knows no Ray, no HTTP, no other stage."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,13 +67,13 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
-    ) -> AsyncIterator[Output]:
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Compute ``request``.
 
         Args:
             request: with ``sampling`` resolved for this stage.
-            inputs: one iterator of typed inputs per source of this stage's edges, as its processors yield them. They
+            inputs: one generator of typed inputs per source of this stage's edges, as its processors yield them. They
                 are lazy: nothing upstream runs before the first ``__anext__``, so a full engine refuses first.
             resume: what this stage had made before a replica died; never given to an engine that is not ``resumable``.
 
@@ -98,7 +98,7 @@ class Engine(ABC):
         """Free everything; running requests fail."""
 
 
-def only_input(inputs: Mapping[str, AsyncIterator[Any]]) -> Any:
-    """The only input; typed loosely, because ``AsyncIterator`` does not declare the ``aclose`` that ours have."""
+def only_input(inputs: Mapping[str, AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    """The input of a stage that has one edge only."""
     (source,) = inputs.values()
     return source

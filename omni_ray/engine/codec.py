@@ -6,7 +6,7 @@ sizes are a matter of speed only.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -212,8 +212,8 @@ class CodecEngine(Engine):
         await self._batches.run(self._codec.load)
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
-    ) -> AsyncIterator[Output]:
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
+    ) -> AsyncGenerator[Output, None]:
         """See ``Engine.generate``. Chunks follow the request's own schedule, whatever runs beside it."""
         sizes = None if self._codec.streaming == "whole" else self._options.chunk_frames
         reason: FinishReason = "stop"
@@ -267,7 +267,9 @@ class CodecEngine(Engine):
         return samples
 
 
-async def _chunks(source: AsyncIterator[Units], rechunker: Rechunker) -> AsyncGenerator[tuple[Units, bool], None]:
+async def _chunks(
+    source: AsyncGenerator[Units, None], rechunker: Rechunker
+) -> AsyncGenerator[tuple[Units, bool], None]:
     """Chunks, and whether nothing follows. Flushes once, on normal end; an upstream error passes through."""
     async for unit in source:
         for chunk in rechunker.push(unit):

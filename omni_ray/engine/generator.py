@@ -7,7 +7,7 @@ replica lets a single step run at a time, with the request's own random state in
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -75,8 +75,8 @@ class GeneratorEngine(Engine):
         await asyncio.get_running_loop().run_in_executor(None, self._model.load)
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
-    ) -> AsyncIterator[Output]:
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
+    ) -> AsyncGenerator[Output, None]:
         """See ``Engine.generate``. All inputs are read before the generator starts."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._admission.place(request))

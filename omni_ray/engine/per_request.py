@@ -6,53 +6,16 @@ loop. Parallelism beyond ``threads`` comes from replicas.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.base import Engine, EngineContext, EngineStats
 from omni_ray.engine.options import PerRequestOptions
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import Output, Request
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class Threads:
-    """Runs a model's blocking calls off the event loop and tells the engine that work is in hand meanwhile."""
-
-    def __init__(self, admission: Admission, threads: int) -> None:
-        self._admission = admission
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="model")
-
-    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``function(*args, **kwargs)`` in the pool.
-
-        When the caller gives up, a call that runs stays in hand until it returns: it holds its thread, and a hang must
-        show. One that still waits for a thread never runs.
-        """
-        call = self._pool.submit(function, *args, **kwargs)
-        in_hand = asyncio.ensure_future(self._in_hand(call))
-        try:
-            return await asyncio.shield(in_hand)
-        finally:
-            call.cancel()
-
-    async def _in_hand(self, call: Future[R]) -> R:
-        with self._admission.computing():
-            return await asyncio.wrap_future(call)
-
-    async def sleep(self, seconds: float) -> None:
-        """Compute time that is only waited for (fault knobs, remote models): counts as work in hand."""
-        with self._admission.computing():
-            await asyncio.sleep(seconds)
-
-    def stop(self) -> None:
-        """Let running calls finish and refuse new ones."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class PerRequestModel(ABC):
@@ -76,10 +39,10 @@ class PerRequestModel(ABC):
     def generate(
         self,
         request: Request,
-        inputs: Mapping[str, AsyncIterator[Any]],
+        inputs: Mapping[str, AsyncGenerator[Any, None]],
         threads: Threads,
         resume: Resume | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """Compute one request; keep its whole state in local variables. Same rules as ``Engine.generate``."""
 
 
@@ -99,13 +62,12 @@ class PerRequestEngine(Engine):
         await asyncio.get_running_loop().run_in_executor(None, self._model.load)
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], resume: Resume | None = None
-    ) -> AsyncIterator[Output]:
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
+    ) -> AsyncGenerator[Output, None]:
         """See ``Engine.generate``."""
-        generator = _closable(self._model.generate(request, inputs, self._threads, resume))
+        generator = self._model.generate(request, inputs, self._threads, resume)
         async with self._admission.place(request), aclosing(generator) as outputs:
             async for output in outputs:
-                self._admission.progressed()
                 yield output
 
     async def check_health(self) -> None:
@@ -119,8 +81,3 @@ class PerRequestEngine(Engine):
     async def stop(self) -> None:
         """See ``Engine.stop``."""
         self._threads.stop()
-
-
-def _closable(generator: AsyncIterator[Output]) -> Any:
-    """Typed loosely: ``aclosing`` wants an ``aclose`` that ``AsyncIterator`` lacks."""
-    return generator

@@ -123,7 +123,7 @@ class StageRun:
         async with AsyncExitStack() as closing:
             for source in inputs.values():
                 await closing.enter_async_context(aclosing(source))
-            outputs = await closing.enter_async_context(aclosing(_closable(generate)))
+            outputs = await closing.enter_async_context(aclosing(generate))
             async for output in outputs:
                 if not opened:
                     self.outbox.put(self._parts.opened)
@@ -284,8 +284,3 @@ def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _closable(iterator: AsyncIterator[Output]) -> Any:
-    """Engines yield from async generators; ``AsyncIterator`` does not declare ``aclose``."""
-    return iterator

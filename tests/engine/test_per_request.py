@@ -12,8 +12,9 @@ import pytest
 from omni_ray.config.pipeline import Edge, StagePipelineConfig
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import PerRequestOptions
-from omni_ray.engine.per_request import PerRequestEngine, PerRequestModel, Threads
+from omni_ray.engine.per_request import PerRequestEngine, PerRequestModel
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import Finish, Output, Request, TextChunk
 from omni_ray.errors import SaturatedError, StageFailedError
 
@@ -181,15 +182,15 @@ class TestCancel:
         release = threading.Event()
         model.compute = lambda item: str(release.wait(5))
         task = asyncio.ensure_future(collect(engine, "a", "x"))
-        await until(lambda: engine._admission._computing == 1)
+        await until(lambda: len(engine._admission._calls) == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert model.closed == ["a"]
         assert counters(engine) == (0, 0)
-        assert engine._admission._computing == 1, "the call still holds its thread"
+        assert len(engine._admission._calls) == 1, "the call still holds its thread"
         release.set()
-        await until(lambda: engine._admission._computing == 0)
+        await until(lambda: not engine._admission._calls)
 
     async def test_a_call_that_waits_for_a_thread_never_runs(self, made):
         """Cancelled work that was only queued for the pool must not cost the others a step."""
@@ -205,13 +206,13 @@ class TestCancel:
         first = asyncio.ensure_future(collect(engine, "a", "x"))
         await until(lambda: ran == ["x"])
         second = asyncio.ensure_future(collect(engine, "b", "y"))
-        await until(lambda: engine._admission._computing == 2)
+        await until(lambda: engine._threads._pool._work_queue.qsize() == 1)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
         release.set()
         await first
-        await until(lambda: engine._admission._computing == 0)
+        await until(lambda: not engine._admission._calls)
         assert ran == ["x"]
 
     async def test_cancel_while_queued(self, made):
@@ -231,21 +232,48 @@ class TestCancel:
 
 
 class TestHealth:
-    """Unhealthy means: work in hand and no output for ``stall_s``."""
+    """Unhealthy means: a call has been running for longer than ``stall_s``."""
 
     async def test_hang_is_noticed(self, made):
         engine, model = await made(stall_s=0.2)
         release = threading.Event()
         model.compute = lambda item: str(release.wait(5))
         task = asyncio.ensure_future(collect(engine, "a", "x"))
-        await until(lambda: engine._admission._computing == 1)
+        await until(lambda: len(engine._admission._calls) == 1)
         await engine.check_health()
         await asyncio.sleep(0.3)
-        with pytest.raises(StageFailedError, match="stage thinker hangs: 1 requests in hand, no output for"):
+        with pytest.raises(StageFailedError, match="stage thinker hangs: one call has been running for"):
             await engine.check_health()
         release.set()
         await task
         await engine.check_health()
+
+    async def test_hang_shows_although_others_get_on(self, made):
+        """With two threads every output of the other one restarted the clock: half the replica hung for ever."""
+        engine, model = await made(stall_s=0.3, threads=2)
+        release = threading.Event()
+        model.compute = lambda item: str(release.wait(10)) if item == "hang" else item
+        hung = asyncio.ensure_future(collect(engine, "a", "hang"))
+        await until(lambda: len(engine._admission._calls) == 1)
+        noticed = asyncio.ensure_future(self._noticed(engine))
+        while not noticed.done():
+            assert (await collect(engine, "b", "x"))[0] == TextChunk(0, "x")
+            await asyncio.sleep(0.005)
+        release.set()
+        await hung
+        assert noticed.result() >= 0.3
+        await engine.check_health()
+
+    async def _noticed(self, engine: PerRequestEngine) -> float:
+        """Seconds until the engine says that it hangs; it must within 5."""
+        began = time.monotonic()
+        while time.monotonic() - began < 5:
+            try:
+                await engine.check_health()
+            except StageFailedError:
+                return time.monotonic() - began + 0.02  # the call began a moment before
+            await asyncio.sleep(0.01)
+        raise AssertionError("the hang was not noticed")
 
     async def test_hang_shows_although_clients_give_up_sooner(self, made):
         """With the default deadlines (60 s each) every client left just before the engine counted as hung: the thread

@@ -4,14 +4,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.per_request import PerRequestModel
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import CodeFrameChunk, Finish, LatentChunk, Output, Request, TextChunk, Usage
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.ramp.options import Code2WavOptions, Faults, RequestFaults, TalkerOptions, ThinkerOptions
@@ -67,10 +68,10 @@ class RampThinker(PerRequestModel):
     async def generate(
         self,
         request: Request,
-        inputs: Mapping[str, AsyncIterator[Any]],
+        inputs: Mapping[str, AsyncGenerator[Any, None]],
         threads: Threads,
         resume: Resume | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``; honours ``max_tokens`` and ``stop``. Recorded tokens take no time."""
         options = self.context.options
         assert isinstance(options, ThinkerOptions)
@@ -108,10 +109,10 @@ class RampTalker(PerRequestModel):
     async def generate(
         self,
         request: Request,
-        inputs: Mapping[str, AsyncIterator[Any]],
+        inputs: Mapping[str, AsyncGenerator[Any, None]],
         threads: Threads,
         resume: Resume | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``. With ``no_eos`` it stops at a cap that follows from the text's length.
 
         Recorded frames come at once; a talker that had ended asks nobody for rows.

@@ -1,14 +1,15 @@
 """The listener: Whisper tiny.en through faster-whisper, clips in, transcript segments out as they are recognised."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 from faster_whisper import WhisperModel
 from numpy.typing import NDArray
 
-from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.per_request import PerRequestModel
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import AudioClip, Finish, Output, Request, TranscriptChunk, Usage
 from omni_ray.models.voice_chat.checkpoint import listener_directory
 from omni_ray.models.voice_chat.options import ListenerOptions
@@ -74,10 +75,10 @@ class WhisperListener(PerRequestModel):
     async def generate(
         self,
         request: Request,
-        inputs: Mapping[str, AsyncIterator[Any]],
+        inputs: Mapping[str, AsyncGenerator[Any, None]],
         threads: Threads,
         resume: Resume | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``; cancelling takes effect between segments."""
         position = heard = spoken = 0
         for source in inputs.values():

@@ -5,7 +5,7 @@ Imports hibari only in ``load``. hibari 0.2.1's own documented split of text int
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -13,8 +13,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.per_request import PerRequestModel
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import Finish, FinishReason, LatentChunk, Output, Request, Usage
 from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.voice_chat.clauses import speakable
@@ -78,10 +79,10 @@ class HibariTalker(PerRequestModel):
     async def generate(
         self,
         request: Request,
-        inputs: Mapping[str, AsyncIterator[Any]],
+        inputs: Mapping[str, AsyncGenerator[Any, None]],
         threads: Threads,
         resume: Resume | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``. Inputs are ``Clause``; ``Usage`` counts spoken clauses and rows.
 
         Stops a codec's lookahead beyond ``max_audio_seconds``, so that the codec can cut there exactly.
@@ -92,7 +93,7 @@ class HibariTalker(PerRequestModel):
         position = segment = clauses = 0
         reason: FinishReason = "stop"
         (source,) = inputs.values()
-        async with aclosing(_closable(source)) as stream:
+        async with aclosing(source) as stream:
             async for clause in stream:
                 strings = await threads.run(self._phonemes, clause.text)
                 clauses += bool(strings)
@@ -187,8 +188,3 @@ def _trimmed(rows: Rows, lead: float, tail: float | None) -> Rows:
 def _power(log: Rows) -> Rows:
     """Sum of squared magnitudes per row, to a factor."""
     return np.asarray(np.exp(2 * np.minimum(log, np.float32(MAX_LOG))).sum(axis=1), np.float32)
-
-
-def _closable(source: AsyncIterator[Any]) -> Any:
-    """``source``, typed loosely: ``AsyncIterator`` does not declare the ``aclose`` that all our streams have."""
-    return source

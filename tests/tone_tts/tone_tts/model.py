@@ -1,12 +1,13 @@
 """The talker: a tenth of a second of sine for each letter."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_ray.engine.per_request import PerRequestModel, Threads
+from omni_ray.engine.per_request import PerRequestModel
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import AudioChunk, Finish, Output, Request, Usage
 from tone_tts.extras import Tone
 
@@ -27,8 +28,8 @@ class ToneTalker(PerRequestModel):
         """Nothing to load."""
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncIterator[Any]], threads: Threads
-    ) -> AsyncIterator[Output]:
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], threads: Threads
+    ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``."""
         wanted = request.extras.get("tone", Tone())
         (letters,) = inputs.values()
