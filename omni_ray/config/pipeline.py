@@ -68,6 +68,7 @@ class StagePipelineConfig(StrictModel):
         owns_tokenizer: this stage turns text into tokens; request-level sampling applies to it.
         engine: registry name or dotted path of the engine; None takes the execution type's default.
         engine_choices: other engines that a deploy config may choose.
+        engine_archs: by engine, the architecture that it computes instead of ``model_arch``.
         engine_options: dotted path of the pydantic model of this stage's engine options (import-light); None takes
             the engine's own.
         sampling: pipeline defaults. sampling_constraints: values that win over every request.
@@ -85,12 +86,17 @@ class StagePipelineConfig(StrictModel):
     owns_tokenizer: bool = False
     engine: str | None = None
     engine_choices: tuple[str, ...] = ()
+    engine_archs: dict[str, str] = Field(default_factory=dict)
     engine_options: str | None = None
     sampling: SamplingParams = SamplingParams()
     sampling_constraints: SamplingParams = SamplingParams()
     limits: StageLimits = StageLimits()
     num_cpus: float = Field(default=0.1, gt=0)
     num_gpus: float = Field(default=0, ge=0)
+
+    def arch_for(self, engine: str) -> str:
+        """The architecture that ``engine`` computes."""
+        return self.engine_archs.get(engine, self.model_arch)
 
     def stage_edges(self) -> tuple[Edge, ...]:
         """Edges fed by other stages."""
@@ -212,6 +218,9 @@ class PipelineConfig(StrictModel):
             where = f"pipeline {self.name!r}, stage {stage.name!r}"
             if stage.name == REQUEST or stage.name == "ingress":
                 out.append(f"{where}: the name {stage.name!r} is reserved")
+            for engine in stage.engine_archs:
+                if engine not in (stage.engine, *stage.engine_choices):
+                    out.append(f"{where}.engine_archs: {engine!r} is no engine of this stage")
             for i, edge in enumerate(stage.inputs):
                 key = f"{where}, inputs[{i}]"
                 if edge.source == REQUEST:

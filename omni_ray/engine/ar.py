@@ -17,6 +17,7 @@ from omni_ray.engine.ar_stream import RowStream
 from omni_ray.engine.ar_text import TextSteps
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
 from omni_ray.engine.options import AROptions, CodecLMOptions
+from omni_ray.engine.prompts import only_prompt
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, Output, Request
 from omni_ray.errors import ConfigError, StageFailedError
@@ -107,7 +108,7 @@ class AREngine(Engine):
             if self._fed:
                 await self._read_feed(stream, inputs)
             else:
-                stream.open(await self._only_input(inputs))
+                stream.open(await only_prompt(self._name, inputs))
         except asyncio.CancelledError:
             stream.fail(StageFailedError(f"the input of stage {self._name} was cancelled"))
             raise
@@ -126,12 +127,6 @@ class AREngine(Engine):
             if not opened:
                 raise StageFailedError(f"stage {self._name} got no prompt")
             stream.end()
-
-    async def _only_input(self, inputs: Mapping[str, AsyncGenerator[Any, None]]) -> Any:
-        prompts = [prompt for source in inputs.values() async for prompt in source]
-        if len(prompts) != 1:
-            raise StageFailedError(f"stage {self._name} takes exactly one prompt, got {len(prompts)}")
-        return prompts[0]
 
     async def check_health(self) -> None:
         """See ``Engine.check_health``."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from omni_ray.engine.ar_model import Prepared, SlotModel
 from omni_ray.engine.lead import Lead
+from omni_ray.engine.prompts import room_for_answer
 from omni_ray.engine.types import FinishReason, Output, Request
-from omni_ray.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,13 @@ class Steps(ABC):
         """
         row.prepared = self.model.encode(row.prompt)
         row.length = len(row.prepared)
-        longest = self.max_model_len - 1
-        if not 0 < row.length <= longest:
-            raise InvalidRequestError(
-                f"the messages are {row.length} tokens long; this model takes 1 to {longest}", "messages"
-            )
+        row.limit = room_for_answer(row.length, self.max_model_len)
         self.set_up(row)
         row.computed = self.model.begin(row.slot, row.prepared)
 
     @abstractmethod
     def set_up(self, row: Row) -> None:
-        """Set the row's ``limit`` and ``state``; ``slot``, ``prepared`` and ``length`` are known."""
+        """Set the row's ``state``, and lower its ``limit`` from all the room there is to what it may take of it."""
 
     @abstractmethod
     def prefill(self, row: Row, end: int) -> Any:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from omni_ray.engine.ar_model import ARModel
 from omni_ray.engine.ar_row import Advance, Row, Steps
-from omni_ray.engine.detokenizer import Detokenizer
 from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
-from omni_ray.engine.types import FinishReason, PromptChunk, TextChunk, Usage
+from omni_ray.engine.text_answer import TextAnswer
+from omni_ray.engine.types import PromptChunk, Usage
 from omni_ray.errors import StageFailedError
 
 
@@ -24,7 +24,7 @@ class TextState:
     """
 
     sampler: Sampler
-    text: Detokenizer
+    answer: TextAnswer
     last: int = 0
     seen: Tensor | None = None
 
@@ -45,9 +45,9 @@ class TextSteps(Steps):
     def set_up(self, row: Row) -> None:
         """See ``Steps.set_up``."""
         sampling = row.request.sampling
-        room = self.max_model_len - row.length
-        row.limit = min(sampling.max_tokens or room, room)
-        state = TextState(Sampler.of(row.request), Detokenizer(self.model.detokenize, sampling.stop or ()))
+        row.limit = min(sampling.max_tokens or row.limit, row.limit)
+        answer = TextAnswer(self.model.detokenize, self.model.stop_ids, sampling, row.limit)
+        state = TextState(Sampler.of(row.request), answer)
         if state.sampler.repetition_penalty != 1:
             state.seen = torch.tensor([*self.model.penalised(row.prepared), *[0] * row.limit])
         row.state = state
@@ -96,14 +96,7 @@ class TextSteps(Steps):
             state.seen[row.count - row.limit] = token
         row.count += 1
         state.last = token
-        if token in self.model.stop_ids and not row.request.sampling.ignore_eos:
-            return _text("stop", state.text.finish())
-        chunk = state.text.push(token)
-        if state.text.stopped:
-            return _text("stop", chunk)
-        if row.count == row.limit:
-            return _text("length", chunk, state.text.finish())
-        return _text(None, chunk)
+        return Advance([*state.answer.add(token)], state.answer.reason)
 
     def usage(self, row: Row) -> Usage:
         """Counts every drawn token, the stop token too, as vLLM does."""
@@ -113,7 +106,3 @@ class TextSteps(Steps):
         """Its logits."""
         assert isinstance(result, Drawn)
         return result.logits
-
-
-def _text(reason: FinishReason | None, *chunks: TextChunk | None) -> Advance:
-    return Advance([chunk for chunk in chunks if chunk is not None], reason)

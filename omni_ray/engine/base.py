@@ -20,7 +20,7 @@ class EngineContext:
     Attributes:
         stage: the stage's declaration.
         model: checkpoint directory or hub id; None where a pipeline needs no weights.
-        model_cls: the class that ``OmniModelRegistry`` gives for ``stage.model_arch``.
+        model_cls: the class that ``OmniModelRegistry`` gives for what the chosen engine computes of ``stage``.
         options: an instance of the option model that the stage's engine publishes.
         load_format: ``auto`` reads weights, ``dummy`` makes random ones.
         progress: called with one line per step of a long start.

@@ -40,6 +40,14 @@ class EngineOptions(StrictModel):
             reserved = max(self.max_num_seqs // 8, int(self.max_num_seqs >= 4))
         return self.max_num_seqs if priority <= 0 else self.max_num_seqs - reserved
 
+    def devices(self) -> int:
+        """GPUs that one replica computes on, if it has any; more than one need ``num_gpus`` to be as many."""
+        return 1
+
+    def placement_problems(self, num_gpus: float) -> list[str]:
+        """What contradicts the GPUs (or the part of one) that a replica has; each begins with the option's name."""
+        return []
+
 
 class PerRequestOptions(EngineOptions):
     """Options of the per-request engine. ``threads`` compute blocking model calls of different requests."""

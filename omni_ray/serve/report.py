@@ -63,11 +63,12 @@ class Report:
     def as_text(self) -> str:
         """For people."""
         lines = [f"{self.pipeline}: {self.description}", f"model: {self.model or 'from installed packages, or none'}"]
-        lines += ["", f"{'deployment':<12} {'engine':<12} {'model class':<18} {'replicas':>8}  each replica"]
+        wide = max(len("model class"), *(len(row.model) for row in self.stages))
+        lines += ["", f"{'deployment':<12} {'engine':<12} {'model class':<{wide}} {'replicas':>8}  each replica"]
         for row in (*self.stages, self.ingress):
             each = ", ".join(f"{amount:g} {name}" for name, amount in row.resources.items())
             group = f"  placement group {row.placement_group}" if row.placement_group else ""
-            lines.append(f"{row.name:<12} {row.engine:<12} {row.model:<18} {row.replicas:>8}  {each}{group}")
+            lines.append(f"{row.name:<12} {row.engine:<12} {row.model:<{wide}} {row.replicas:>8}  {each}{group}")
         lines += ["", "in all: " + ", ".join(f"{amount:g} {name}" for name, amount in self.total.items())]
         lines += ["", "edges"]
         for edge in self.edges:
@@ -118,7 +119,7 @@ def _stage_rows(app: ResolvedApp) -> list[StageRow]:
             StageRow(
                 name=stage.name,
                 engine=engine_entry(stage, app.config.stage(stage.name).engine.get("name"))[0],
-                model=stage.model_arch,
+                model=spec.model_arch,
                 output=stage.engine_output_type,
                 replicas=need.replicas,
                 resources=dict(need.each),

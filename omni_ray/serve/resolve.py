@@ -146,17 +146,22 @@ def _deployments(
         if options is None or stage_block is None:
             continue
         # twice what can be admitted: retries and streams that are just ending hold a slot a little longer
-        derived = _derived(stage.name, stage, stage_block, 2 * admitted + 16, grace, where, problems)
+        ongoing, devices = 2 * admitted + 16, options.devices()
+        derived = _derived(stage.name, stage, stage_block, ongoing, grace, where, problems, devices)
         if derived is None:
             continue
-        chosen = config.stage(stage.name).engine.get("name")
+        problems += [
+            f"{where}: stages.{stage.name}.engine.{problem}" for problem in options.placement_problems(derived.num_gpus)
+        ]
+        engine, entry = engine_entry(stage, config.stage(stage.name).engine.get("name"))
         specs.append(
             StageSpec(
                 pipeline=pipeline,
                 stage=stage.name,
                 model=model,
+                model_arch=stage.arch_for(engine),
                 load_format=config.load_format,
-                engine_path=engine_entry(stage, chosen)[1].path,
+                engine_path=entry.path,
                 engine_options=options,
                 sampling=config.stage(stage.name).sampling,
                 streaming=config.streaming,
@@ -182,9 +187,10 @@ def _derived(
     grace: float,
     where: str,
     problems: list[str],
+    devices: int = 1,
 ) -> ServeOptions | None:
     try:
-        return derive(name, declared, block, max_ongoing_requests=ongoing, grace_s=math.ceil(grace))
+        return derive(name, declared, block, max_ongoing_requests=ongoing, grace_s=math.ceil(grace), devices=devices)
     except ConfigError as error:
         problems += [f"{where}: {p}" for p in error.problems]
         return None
@@ -243,8 +249,9 @@ def _reference_problems(pipeline: PipelineConfig) -> list[str]:
     problems = []
     for stage in pipeline.stages:
         where = f"pipeline {pipeline.name!r}, stage {stage.name!r}"
-        if not OmniModelRegistry.known(stage.model_arch):
-            problems.append(f"{where}: model_arch {stage.model_arch!r} is not registered")
+        for arch in dict.fromkeys((stage.model_arch, *stage.engine_archs.values())):
+            if not OmniModelRegistry.known(arch):
+                problems.append(f"{where}: model_arch {arch!r} is not registered")
         for edge in stage.inputs:
             try:
                 processor = import_dotted(edge.processor)

@@ -82,6 +82,7 @@ def derive(
     *,
     max_ongoing_requests: int,
     grace_s: float,
+    devices: int = 1,
 ) -> ServeOptions:
     """Options of one deployment.
 
@@ -91,6 +92,7 @@ def derive(
         block: what the deploy config says.
         max_ongoing_requests: more than all ingress replicas together may admit, so that Serve never queues.
         grace_s: how long a leaving replica may finish its streams.
+        devices: GPUs that its engine computes on; if more than one, so many are the default of ``num_gpus``.
 
     Raises:
         ConfigError: options that contradict each other.
@@ -98,6 +100,8 @@ def derive(
     actor = block.ray_actor_options
     cpus = actor.num_cpus if actor.num_cpus is not None else declared.num_cpus if declared else 0.1
     gpus = actor.num_gpus if actor.num_gpus is not None else declared.num_gpus if declared else 0.0
+    if devices > 1 and actor.num_gpus is None:
+        gpus = float(devices)
     prefix = f"stages.{stage}.deployment" if declared else f"{stage}.deployment"
     problems = []
     if block.num_replicas is not None and block.autoscaling_config is not None:

@@ -18,6 +18,7 @@ class StageSpec:
     pipeline: PipelineConfig
     stage: str
     model: str | None
+    model_arch: str
     load_format: Literal["auto", "dummy"]
     engine_path: str
     engine_options: EngineOptions

@@ -62,7 +62,7 @@ class Stage:
         if model is None and spec.pipeline.prepare is not None:
             model = str(await asyncio.to_thread(import_dotted(spec.pipeline.prepare), self._progress))
         engine_cls = import_dotted(spec.engine_path)
-        model_cls = OmniModelRegistry.load(self._stage.model_arch)
+        model_cls = OmniModelRegistry.load(spec.model_arch)
         engine: Engine = engine_cls(
             EngineContext(
                 stage=self._stage,
@@ -158,7 +158,8 @@ class Stage:
             self._collector.soon()
 
     async def ping(self) -> str:
-        """The replica's tag; answering is the point."""
+        """The replica's tag; answering is the point, and a dead engine does not answer (cases.md C09)."""
+        await self.check_health()
         return self._replica
 
     async def state(self) -> StageState:

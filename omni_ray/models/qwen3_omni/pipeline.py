@@ -46,6 +46,7 @@ THINKER: Final = StagePipelineConfig(
     engine_output_type="token, and latent for media",
     owns_tokenizer=True,
     engine_choices=("vllm",),
+    engine_archs={"vllm": "Qwen3OmniThinkerVLLM"},
     sampling=SamplingParams(temperature=0, max_tokens=2048),
 )
 

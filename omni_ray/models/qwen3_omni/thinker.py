@@ -4,7 +4,6 @@ Towers, norms, experts and rotary tables are transformers'; the decoder's pass (
 the expansion of placeholders are ours, and equal upstream's ``generate`` token for token.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
     Qwen3OmniMoeThinkerTextModel,
@@ -22,19 +20,17 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from omni_ray.engine.ar_model import PREFILL_CHUNK, ARModel, Probe
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.precision import compute_dtype
-from omni_ray.engine.text_tokens import stop_ids, token_bytes
-from omni_ray.engine.types import Chunk, LatentChunk, Message, PromptChunk, TextPart
+from omni_ray.engine.types import Chunk, LatentChunk, Message, TextPart
 from omni_ray.errors import ConfigError
 from omni_ray.models.qwen3_omni.compat import build
-from omni_ray.models.qwen3_omni.media import MediaReader, Towers
+from omni_ray.models.qwen3_omni.media import Towers
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
 from omni_ray.models.qwen3_omni.thinker_decoder import Deepstack, ThinkerDecoder
-from omni_ray.models.qwen3_omni.thinker_prompt import Piece, PromptMaker, ThinkerPrompt
+from omni_ray.models.qwen3_omni.thinker_prompt import Piece, ThinkerPrompt
+from omni_ray.models.qwen3_omni.thinker_text import ThinkerText
 from omni_ray.models.qwen3_omni.weights import checkpoint_directory, initialise_experts, load_parts
 
 PREFIX: Final = "thinker."
-SILENT_SPANS: Final = (("<tool_call>", "</tool_call>"), ("<think>", "</think>"))
-"""Tokens around what is written but not spoken (cases.md C40)."""
 
 
 class ThinkerParts(nn.Module):
@@ -77,30 +73,14 @@ class Qwen3OmniThinker(ARModel):
         directory = checkpoint_directory(self.context.model)
         torch.set_num_threads(options.threads)
         self._deterministic = options.deterministic
-        self._tokenizer = AutoTokenizer.from_pretrained(directory)
-        self._bytes = token_bytes(self._tokenizer)
-        self.stop_ids = stop_ids(directory, self._tokenizer)
-        config = Qwen3OmniMoeConfig.from_pretrained(directory)
-        thinker = config.thinker_config
-        text = thinker.text_config
-        if options.max_model_len > text.max_position_embeddings:
-            longest = text.max_position_embeddings
-            raise ConfigError([f"max_model_len: {options.max_model_len} is beyond the checkpoint's {longest}"])
-        self._capture = config.talker_config.accept_hidden_layer if config.enable_audio_output else None
-        if self._capture is not None and not 0 < self._capture < text.num_hidden_layers:
-            raise ConfigError([f"{directory}: talker_config.accept_hidden_layer {self._capture} is no inner layer"])
+        self._text = ThinkerText(directory, options.max_model_len)
+        self.stop_ids = self._text.stop_ids
+        thinker = self._text.config.thinker_config
         parts = self._parts(thinker, compute_dtype(options.dtype))
         self._towers = Towers(parts.audio_tower, parts.visual)
         self._decoder = ThinkerDecoder(
             parts.model, parts.lm_head.weight, options.max_num_seqs, options.max_model_len, self._deterministic
         )
-        self._maker = PromptMaker(self._tokenizer, config, MediaReader(directory), options.max_model_len)
-        self._encoding = threading.Lock()
-        self._silent = frozenset(self._tokenizer.all_special_ids) | {
-            index for index, token in self._tokenizer.added_tokens_decoder.items() if token.special
-        }
-        known = self._tokenizer.get_vocab()
-        self._spans = tuple((known[first], known[last]) for first, last in SILENT_SPANS if first in known)
         slots = options.max_num_seqs
         self._prompts: list[ThinkerPrompt | None] = [None] * slots
         self._deltas = [0.0] * slots
@@ -110,17 +90,15 @@ class Qwen3OmniThinker(ARModel):
 
     def encode(self, prompt: Any) -> ThinkerPrompt:
         """Tokens, features and positions of a ``ChatPrompt``; no weights are used, and any thread may call it."""
-        assert isinstance(prompt, ChatPrompt)
-        with self._encoding:  # tokenizers change their own state for truncation and padding
-            return self._maker.make(prompt)
+        return self._text.encode(prompt)
 
     def penalised(self, prompt: ThinkerPrompt) -> Sequence[int]:
         """See ``ARModel.penalised``."""
         return prompt.ids
 
     def detokenize(self, token_id: int) -> bytes:
-        """See ``ARModel.detokenize``; the output projection has more rows than the tokenizer has tokens."""
-        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+        """See ``ARModel.detokenize``."""
+        return self._text.detokenize(token_id)
 
     def begin(self, slot: int, prompt: ThinkerPrompt) -> int:
         """Hear and see the prompt's media."""
@@ -153,7 +131,7 @@ class Qwen3OmniThinker(ARModel):
             range(slot, slot + 1),
             reach,
             deepstack,
-            self._capture if len(piece.wanted) else None,
+            self._text.capture if len(piece.wanted) else None,
         )
         if captured is not None:
             self._rows[slot].append(captured[0, piece.wanted].float())
@@ -165,8 +143,7 @@ class Qwen3OmniThinker(ARModel):
         assert prompt is not None
         rows = torch.cat(self._rows[slot]).numpy() if self._rows[slot] else np.zeros((0, 0), np.float32)
         self._rows[slot] = []
-        grids = tuple((grid.time, grid.height, grid.width, grid.seconds) for grid in prompt.user_grids)
-        asked = PromptChunk(0, tuple(prompt.ids), grids, len(rows), silent=self._silent, silent_spans=self._spans)
+        asked = self._text.asked(prompt, len(rows))
         return [asked, LatentChunk(0, rows, ends_segment=True)] if len(rows) else [asked]
 
     def step(self, slots: Sequence[int], last_ids: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -16,6 +16,8 @@ STD: Final = 0.3
 """Initial standard deviation: with the usual 0.02 all logits of so small a model are nearly equal."""
 
 ATTENTION: Final = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+THINKER_ATTENTION: Final = {**ATTENTION, "head_dim": 32}
+"""vLLM's kernels for CPUs take no smaller heads."""
 MROPE: Final = {
     "rope_type": "default",
     "rope_theta": 1_000_000.0,
@@ -23,6 +25,7 @@ MROPE: Final = {
     "mrope_interleaved": True,
     "interleaved": True,
 }
+THINKER_MROPE: Final = {**MROPE, "mrope_section": [8, 4, 4]}
 EXPERTS: Final = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "norm_topk_prob": True}
 """The published checkpoint normalises both routers; transformers' class default for the talker does not."""
 
@@ -106,11 +109,12 @@ def _thinker_text(vocabulary: int) -> dict[str, Any]:
         "hidden_size": THINKER_HIDDEN,
         "intermediate_size": 48,
         "num_hidden_layers": 4,
-        **ATTENTION,
+        **THINKER_ATTENTION,
         **EXPERTS,
         "num_experts": 4,
-        "rope_parameters": MROPE,
+        "rope_parameters": THINKER_MROPE,
         "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,  # vLLM reads it, and transformers' class has no such field
         "initializer_range": STD,
     }
 

@@ -33,6 +33,8 @@ PIPELINE = PipelineConfig(
             ),
             final_output_type="text",
             owns_tokenizer=True,
+            engine_choices=("vllm",),
+            engine_archs={"vllm": "SmolLM2ThinkerVLLM"},
             sampling=SamplingParams(temperature=0, max_tokens=256, repetition_penalty=1.1),
         ),
         StagePipelineConfig(

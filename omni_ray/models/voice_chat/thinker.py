@@ -59,9 +59,7 @@ class SmolLM2Thinker(ARModel):
     def encode(self, prompt: Any) -> list[int]:
         """Token ids of the chat in SmolLM2's template, up to where the assistant speaks."""
         assert isinstance(prompt, Prompt)
-        messages = [{"role": role, "content": text} for role, text in prompt.with_system()]
-        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        return chat_ids(self._tokenizer, prompt)
 
     def detokenize(self, token_id: int) -> bytes:
         """See ``ARModel.detokenize``."""
@@ -106,6 +104,13 @@ class SmolLM2Thinker(ARModel):
             self._prefix_kv = self._llama.kv[:, :shared].clone()
         for slots in range(1, self._llama.slots + 1):
             self.step(range(slots), [0] * slots, [shared] * slots)
+
+
+def chat_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a chat in SmolLM2's template, up to where the assistant speaks."""
+    messages = [{"role": role, "content": text} for role, text in prompt.with_system()]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 def _weights(directory: Path, dtype: torch.dtype) -> Any:

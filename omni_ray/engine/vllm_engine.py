@@ -1,0 +1,211 @@
+"""vLLM as the engine of a text stage, through ``AsyncLLM``. Knows no model: what goes in and out is ``VLLMModel``'s.
+
+vLLM batches and samples; stop strings, text and positions are ours (``TextAnswer``), the same as the torch engine's.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from omni_ray.engine.admission import Admission
+from omni_ray.engine.base import Engine, EngineContext, EngineStats
+from omni_ray.engine.prompts import only_prompt, room_for_answer
+from omni_ray.engine.resume import Resume
+from omni_ray.engine.text_answer import TextAnswer
+from omni_ray.engine.types import Finish, Output, Request, TextChunk, Usage
+from omni_ray.engine.vllm_model import VLLMModel, VLLMPrompt
+from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.engine.vllm_start import StartedVLLM, start_vllm
+from omni_ray.errors import ConfigError, InvalidRequestError, OmniRayError, ReplicaDiedError, StageFailedError
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMEngine(Engine):
+    """Computes a text stage with vLLM; chunks, stops and usage are as the torch engine's.
+
+    A seed fixes what vLLM draws for a request, but not the last bits of its logits, which depend on what else is in the
+    batch: equal seeds give equal tokens alone, and nearly always in a crowd. ``deterministic`` is vLLM's own mode
+    (``VLLM_BATCH_INVARIANT``; GPUs only).
+
+    A prompt without media goes out before it is computed, so that the next stage can begin with it too. An answer that
+    is taken over goes on behind its recorded tokens; if it is sampled, not with those that its seed gave before.
+    """
+
+    resumable = "replay"
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        options = context.options
+        assert isinstance(options, VLLMOptions)
+        self._name = context.stage.name
+        self._options = options
+        self._admission = Admission(self._name, options)
+        model = context.model_cls(context)
+        if not isinstance(model, VLLMModel):
+            raise ConfigError([f"stage {self._name!r}: {type(model).__name__} is no VLLMModel"])
+        self._model: VLLMModel = model
+        self._vllm: StartedVLLM | None = None
+
+    async def start(self) -> None:
+        """Read the checkpoint's tokenizer, start vLLM's processes and load the weights.
+
+        Raises:
+            ConfigError: with vLLM's own message if it does not start.
+        """
+        checkpoint = await asyncio.to_thread(self._model.load)
+        self._vllm = await asyncio.to_thread(
+            start_vllm, self._name, self._options, checkpoint, self.context.load_format
+        )
+
+    async def generate(
+        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """See ``Engine.generate``.
+
+        Raises:
+            InvalidRequestError: the prompt does not fit in ``max_model_len`` with one token of answer, or vLLM refuses
+                it.
+            ReplicaDiedError: vLLM's processes died.
+            StageFailedError: vLLM failed, or there was no prompt or one too many.
+        """
+        async with self._admission.place(request):
+            prompt = await only_prompt(self._name, inputs)
+            outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
+            # A task of its own: a slow reader of what was made must not look like a hung engine.
+            answering = asyncio.create_task(self._answer(request, prompt, resume, outputs))
+            try:
+                while True:
+                    output = await outputs.get()
+                    if isinstance(output, Exception):
+                        raise output
+                    yield output
+                    if isinstance(output, Finish):
+                        return
+            finally:
+                answering.cancel()
+                await asyncio.wait([answering])
+
+    async def _answer(
+        self, request: Request, prompt: Any, resume: Resume | None, outputs: "asyncio.Queue[Output | Exception]"
+    ) -> None:
+        """Put everything that comes of a prompt into ``outputs``; the last thing is a ``Finish`` or an error."""
+        with self._admission.computing():
+            try:
+                async with aclosing(self._compute(request, prompt, resume or Resume())) as made:
+                    async for output in made:
+                        self._admission.progressed()
+                        outputs.put_nowait(output)
+            except OmniRayError as error:
+                outputs.put_nowait(error)
+            except EngineDeadError:
+                outputs.put_nowait(ReplicaDiedError(f"the vLLM processes of stage {self._name} died"))
+            except ValueError as error:
+                outputs.put_nowait(InvalidRequestError(str(error), "messages"))
+            except Exception as error:
+                logger.exception("stage %s: vLLM failed, request %s", self._name, request.request_id)
+                outputs.put_nowait(StageFailedError(f"stage {self._name} failed: {type(error).__name__}"))
+
+    async def _compute(self, request: Request, given: Any, resume: Resume) -> AsyncGenerator[Output, None]:
+        prompt = await asyncio.to_thread(self._model.encode, given)
+        room = room_for_answer(len(prompt.ids), self._options.max_model_len)
+        limit = min(request.sampling.max_tokens or room, room)
+        answer = TextAnswer(self._model.detokenize, self._model.stop_ids, request.sampling, limit)
+        known = resume.token_ids
+        rendered = await self._rendered(prompt, known)
+        for output in self._model.prompt_outputs(prompt, None, limit):
+            yield output
+        if resume.finish is not None:
+            for chunk in resume.text:
+                yield chunk
+            yield resume.finish
+            return
+        for chunk in self._chunks(known, answer):
+            yield chunk
+        name = f"{request.request_id}-{request.attempt}"
+        sampling = self._sampling(request, limit - len(known))
+        async with aclosing(self._alive().llm.generate(rendered, sampling, name)) as news:
+            async for new in news:
+                made = new.outputs[0]
+                if made.finish_reason in ("abort", "error"):
+                    raise StageFailedError(f"vLLM gave up an answer of stage {self._name}: {made.finish_reason}")
+                for chunk in self._chunks(made.token_ids, answer):
+                    yield chunk
+                if answer.reason is not None:
+                    yield Finish(answer.reason, Usage(len(prompt.ids), answer.count))
+                    return
+        raise StageFailedError(f"vLLM ended an answer of stage {self._name} after {answer.count} of {limit} tokens")
+
+    def _chunks(self, tokens: Sequence[int], answer: TextAnswer) -> list[TextChunk]:
+        """The text of new tokens. Those behind a stop string are dropped: vLLM knows nothing of ours."""
+        chunks = []
+        for token in tokens:
+            if answer.reason is None:
+                chunks += answer.add(token)
+        return chunks
+
+    async def _rendered(self, prompt: VLLMPrompt, known: Sequence[int]) -> Any:
+        """The prompt and the tokens that are known already, as vLLM takes it; media are processed on its own threads.
+
+        Raises:
+            StageFailedError: vLLM expands the placeholders otherwise than the model's side.
+        """
+        asked: dict[str, Any] = {"prompt_token_ids": [*prompt.given, *known]}
+        if prompt.media:
+            asked["multi_modal_data"] = {kind: list(items) for kind, items in prompt.media.items()}
+        if len(prompt.wanted):
+            asked["cache_salt"] = secrets.token_hex(16)  # rows of cached positions would never be computed
+        (rendered,) = await self._alive().llm.renderer.render_cmpl_async([asked])
+        if list(rendered["prompt_token_ids"]) != [*prompt.ids, *known]:
+            raise StageFailedError(
+                f"vLLM lays a prompt of stage {self._name} out in {len(rendered['prompt_token_ids'])} positions, "
+                f"not in the expected {len(prompt.ids) + len(known)}"
+            )
+        return rendered
+
+    def _sampling(self, request: Request, limit: int) -> VLLMSamplingParams:
+        """What nobody said is OpenAI's default (temperature 1, top_p 1). vLLM ends an answer only where we say."""
+        said = request.sampling
+        return VLLMSamplingParams(
+            temperature=1.0 if said.temperature is None else said.temperature,
+            top_p=1.0 if said.top_p is None else said.top_p,
+            top_k=0 if said.top_k is None else said.top_k,
+            repetition_penalty=1.0 if said.repetition_penalty is None else said.repetition_penalty,
+            seed=request.seed % 2**63,
+            max_tokens=limit,
+            stop_token_ids=[] if said.ignore_eos else sorted(self._model.stop_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _alive(self) -> StartedVLLM:
+        if self._vllm is None:
+            raise StageFailedError(f"stage {self._name} is stopped")
+        return self._vllm
+
+    async def check_health(self) -> None:
+        """See ``Engine.check_health``."""
+        alive = self._alive()
+        try:
+            await alive.llm.check_health()
+        except EngineDeadError as error:
+            raise StageFailedError(f"stage {self._name}: vLLM died: {alive.why_dead()}") from error
+        self._admission.check()
+
+    def stats(self) -> EngineStats:
+        """See ``Engine.stats``."""
+        return self._admission.stats()
+
+    async def stop(self) -> None:
+        """End vLLM's processes; running requests fail."""
+        if self._vllm is not None:
+            started, self._vllm = self._vllm, None
+            await asyncio.to_thread(started.stop)

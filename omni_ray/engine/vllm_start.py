@@ -1,0 +1,171 @@
+"""Starts and stops vLLM for one stage: its arguments, and the environment of its processes."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import vllm
+from vllm import AsyncEngineArgs
+from vllm.logger import DEFAULT_LOGGING_CONFIG
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from omni_ray.config.base import suggest
+from omni_ray.engine.child_guard import ChildGuard
+from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
+from omni_ray.engine.vllm_model import VLLMCheckpoint
+from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.errors import ConfigError
+
+TESTED: Final = ("0.26", "0.32")
+"""Minor versions of vLLM that this adapter was written for: the GPU's (torch 2.11) and the CPU's (torch 2.13)."""
+
+PLUGIN: Final = "omni_ray"
+"""Our entry point in ``vllm.general_plugins``."""
+
+STOP_WAIT_S: Final = 2.0
+"""vLLM's processes have no work left to finish when they are told to stop."""
+
+
+class StartedVLLM:
+    """vLLM's processes and their client, ``llm``."""
+
+    def __init__(self, llm: AsyncLLM, guard: ChildGuard, errors: ErrorLog) -> None:
+        self.llm = llm
+        self._guard = guard
+        self._errors = errors
+        errors.skip()
+
+    def why_dead(self) -> str:
+        """What the processes said before they died."""
+        return self._errors.first() or "its processes are gone, and said nothing"
+
+    def stop(self) -> None:
+        """End the processes; blocking, about ``STOP_WAIT_S``."""
+        handler = logging.getLogger(AsyncLLM.__module__)
+        handler.addFilter(_not_the_end)
+        try:
+            self.llm.shutdown(STOP_WAIT_S)
+        finally:
+            self._guard.release(STOP_WAIT_S)
+            handler.removeFilter(_not_the_end)
+            self._errors.close()
+
+
+def start_vllm(
+    stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint, load_format: Literal["auto", "dummy"]
+) -> StartedVLLM:
+    """Start vLLM's processes and load the model; blocking, seconds to minutes.
+
+    Args:
+        stage: its name, for messages.
+        options: of the stage's engine.
+        checkpoint: what to load.
+        load_format: ``dummy`` makes random weights.
+
+    Raises:
+        ConfigError: vLLM is no tested version, does not know an argument, or failed; with vLLM's own message.
+    """
+    _check(stage, options)
+    arguments = _arguments(options, checkpoint, load_format)
+    errors = ErrorLog(DEFAULT_LOGGING_CONFIG)
+    guard = ChildGuard()
+    try:
+        with _environment(_variables(options, errors)), guard:
+            return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
+    except Exception as error:  # whatever it is: the stage cannot start
+        why = errors.first() or f"{type(error).__name__}: {error}"[:LONGEST]
+        guard.release(STOP_WAIT_S)
+        errors.close()
+        raise ConfigError([f"stage {stage!r}: vLLM {vllm.__version__} did not start: {why}"]) from error
+
+
+def _check(stage: str, options: VLLMOptions) -> None:
+    """Raise ``ConfigError`` for what is known to fail, or to mean nothing, before anything starts."""
+    where = f"stages.{stage}.engine"
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    problems = [
+        f"{where}.engine_args.{name}: vLLM {vllm.__version__} has no such argument; {suggest(name, known)}"
+        for name in options.engine_args
+        if name not in known
+    ]
+    if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
+        problems.append(f"{where}: vLLM {vllm.__version__} is installed; tested are {' and '.join(TESTED)}")
+    if options.deterministic and current_platform.is_cpu():
+        problems.append(f"{where}.deterministic: vLLM promises equal bytes on GPUs only")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _arguments(
+    options: VLLMOptions, checkpoint: VLLMCheckpoint, load_format: Literal["auto", "dummy"]
+) -> dict[str, Any]:
+    """Keyword arguments of ``AsyncEngineArgs``."""
+    arguments: dict[str, Any] = {
+        "model": str(checkpoint.directory),
+        "load_format": load_format,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        # one GPU in the engine's own process, several in workers on this node; vLLM's Ray executor would look for a
+        # placement group of another shape than a replica's (cases.md C65)
+        "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": options.enforce_eager,
+        "generation_config": "vllm",  # what the checkpoint says of sampling is the pipeline's to know
+        "disable_log_stats": True,
+        **options.engine_args,
+    }
+    for name in ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_batched_tokens"):
+        if (value := options.model_dump()[name]) is not None:
+            arguments[name] = value
+    if options.compilation_config:
+        arguments["compilation_config"] = options.compilation_config
+    if checkpoint.limit_mm_per_prompt is not None:
+        arguments["limit_mm_per_prompt"] = {**checkpoint.limit_mm_per_prompt, **options.limit_mm_per_prompt}
+        arguments["mm_processor_cache_gb"] = options.mm_processor_cache_gb
+    return arguments
+
+
+def _variables(options: VLLMOptions, errors: ErrorLog) -> dict[str, str]:
+    """Environment variables for vLLM's processes; one that is set already stays as it is."""
+    variables = {
+        "VLLM_LOGGING_CONFIG_PATH": str(errors.config),
+        "VLLM_PLUGINS": PLUGIN,  # else the plugins of every installed package run in our processes
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(options.start_timeout_s)),
+    }
+    if options.deterministic:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
+    if current_platform.is_cpu():
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else all replicas of a machine sit on the same cores
+        if options.tensor_parallel_size == 1:
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process beside the engine's own
+    variables = {name: value for name, value in variables.items() if name not in os.environ}
+    if current_platform.is_cpu():
+        variables["OMP_NUM_THREADS"] = str(options.threads)  # Ray has always set it already
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have the variables set while the body runs: child processes inherit them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _not_the_end(record: logging.LogRecord) -> bool:
+    """Whether a record says something else than that the processes, which were told to end, are gone."""
+    return "output_handler failed" not in record.getMessage()

