@@ -1,6 +1,7 @@
 """The torch autoregressive engine: continuous batching over static KV slots. Knows no model and no tokenizer.
 
 This module is its asynchronous face; the work happens in ``ar_loop`` on one thread, ``ar_stream`` is the way between.
+Text models' prompts are encoded on a second thread.
 """
 
 import asyncio
@@ -8,17 +9,20 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any, Final
 
+import torch
+
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.ar_frames import FrameSteps
 from omni_ray.engine.ar_loop import DecodeLoop
 from omni_ray.engine.ar_model import ARModel, CodecLM, SlotModel
-from omni_ray.engine.ar_row import Mail, Steps
+from omni_ray.engine.ar_row import Mail, Row, Steps
 from omni_ray.engine.ar_stream import RowStream
 from omni_ray.engine.ar_text import TextSteps
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
 from omni_ray.engine.options import AROptions, CodecLMOptions
 from omni_ray.engine.prompts import only_prompt
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import Finish, Output, Request
 from omni_ray.errors import ConfigError, StageFailedError
 
@@ -47,8 +51,9 @@ class AREngine(Engine):
         self._admission = Admission(self._name, options)
         model: SlotModel = context.model_cls(context)
         self._fed = isinstance(model, CodecLM)
-        steps = _steps(self._name, model, options)
-        self._decode_loop = DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic, self._post)
+        self._encoding = Threads(self._admission, 1, f"encode-{self._name}")
+        self._steps = _steps(self._name, model, options)
+        self._decode_loop = DecodeLoop(self._name, self._steps, options.max_num_seqs, options.deterministic, self._post)
 
     async def start(self) -> None:
         """Start the thread and load the model on it.
@@ -108,12 +113,20 @@ class AREngine(Engine):
             if self._fed:
                 await self._read_feed(stream, inputs)
             else:
-                stream.open(await only_prompt(self._name, inputs))
+                row = stream.row(await only_prompt(self._name, inputs))
+                self._decode_loop.check()
+                await self._encoding.run(self._prepare, row)
+                stream.open(row)
         except asyncio.CancelledError:
             stream.fail(StageFailedError(f"the input of stage {self._name} was cancelled"))
             raise
         except Exception as error:
             stream.fail(error)
+
+    def _prepare(self, row: Row) -> None:
+        """On the encoding thread, so that running rows go on."""
+        with torch.inference_mode():
+            self._steps.prepare(row)
 
     async def _read_feed(self, stream: RowStream, inputs: Mapping[str, AsyncGenerator[Any, None]]) -> None:
         async with aclosing(only_input(inputs)) as items:
@@ -122,7 +135,7 @@ class AREngine(Engine):
                 if opened:
                     stream.feed(item)
                 else:
-                    stream.open(item)
+                    stream.open(stream.row(item))
                     opened = True
             if not opened:
                 raise StageFailedError(f"stage {self._name} got no prompt")
@@ -139,6 +152,7 @@ class AREngine(Engine):
 
     async def stop(self) -> None:
         """End the thread after its running step; running requests fail."""
+        self._encoding.stop()
         await asyncio.to_thread(self._decode_loop.stop, STOP_WAIT_S)
 
 

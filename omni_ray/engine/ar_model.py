@@ -44,7 +44,10 @@ class Probe:
 
 
 class SlotModel(ABC):
-    """The model side: built as ``model_cls(context)``; every method below runs on the engine's one thread.
+    """The model side: built as ``model_cls(context)``; what is below runs on the engine's one thread.
+
+    One exception: once the model is loaded, an ``ARModel``'s ``encode`` runs on another thread, while the first one
+    steps. It may be long: it reads media and computes what towers make of them.
 
     A slot is a row of the static KV cache, 0 to ``max_num_seqs - 1``. The engine hands out the lowest free one and
     never gives a slot to two requests at once.
@@ -59,7 +62,7 @@ class SlotModel(ABC):
 
     @abstractmethod
     def encode(self, prompt: Any) -> Prepared:
-        """Prepare one typed input, as this stage's processor yields it.
+        """Prepare one typed input, as this stage's processor yields it. Never called twice at once.
 
         Raises:
             InvalidRequestError: the request asks for what this checkpoint does not have.

@@ -28,7 +28,7 @@ Mail = Sequence[tuple["Row", Sequence[News]]]
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One request in the loop. The owner sets the first four; all others belong to the loop's thread.
+    """One request in the loop. The owner sets the first four and may ``prepare`` it; then all others are the loop's.
 
     Attributes:
         prompt: what ``SlotModel.encode`` takes.
@@ -79,8 +79,8 @@ class Steps(ABC):
         self.model = model
         self.max_model_len = max_model_len
 
-    def join(self, row: Row) -> None:
-        """Prepare the prompt, check its length, and set the row up in its slot.
+    def prepare(self, row: Row) -> None:
+        """Encode the row's prompt and check its length.
 
         Raises:
             InvalidRequestError: the prompt leaves no room in ``max_model_len``.
@@ -88,6 +88,11 @@ class Steps(ABC):
         row.prepared = self.model.encode(row.prompt)
         row.length = len(row.prepared)
         row.limit = room_for_answer(row.length, self.max_model_len)
+
+    def join(self, row: Row) -> None:
+        """Set the row up in its slot, prepared or not; raises what ``prepare`` does."""
+        if not row.length:
+            self.prepare(row)
         self.set_up(row)
         row.computed = self.model.begin(row.slot, row.prepared)
 

@@ -12,7 +12,7 @@ from omni_ray.engine.types import Finish, Output, Request
 
 
 class RowStream:
-    """``open`` once with the prompt, ``feed`` and ``end``, read ``outputs`` to a ``Finish`` or an error, ``close``.
+    """``open`` a prompt's ``row`` once, ``feed`` and ``end``, read ``outputs`` to a ``Finish`` or an error, ``close``.
 
     Its row's news come to ``deliver``. While the row can compute, the engine counts as having input in hand, so that a
     hang is noticed; a row that waits for its feed hangs nobody.
@@ -29,13 +29,16 @@ class RowStream:
         self._sent = 0
         self._ended = False
 
-    def open(self, prompt: Any) -> None:
+    def row(self, prompt: Any) -> Row:
+        """The row, not yet in the loop."""
+        return Row(self._request, prompt, self.deliver)
+
+    def open(self, row: Row) -> None:
         """Submit the row.
 
         Raises:
             StageFailedError: the engine takes no rows any more.
         """
-        row = Row(self._request, prompt, self.deliver)
         self._loop.submit(row)
         self._row = row
         self._take_in_hand()

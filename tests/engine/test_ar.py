@@ -47,6 +47,14 @@ def ids(text: str) -> list[int]:
     return [ALPHABET.index(character) for character in text]
 
 
+class Coded(list[int]):
+    """A prepared toy prompt."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask.prompt)
+        self.ask = ask
+
+
 class Toy(ARModel):
     """Answers with a text hidden in the slot; checks that slots are used as promised."""
 
@@ -60,23 +68,24 @@ class Toy(ARModel):
         self.batches: list[tuple[int, ...]] = []
         self.pieces: list[int] = []
         self.gate = threading.Semaphore(10**9)  # steps that may run
-        self.next: Ask
+        self.encoded = threading.Event()  # what slow prompts wait for
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any) -> Coded:
         assert isinstance(prompt, Ask)
         if prompt.broken == "encode":
             raise ValueError("broken prompt")
-        self.next = prompt
-        return list(prompt.prompt)
+        if prompt.broken == "slow":
+            assert self.encoded.wait(10)
+        return Coded(prompt)
 
     def detokenize(self, token_id: int) -> bytes:
         if token_id >= EURO:
             return "€".encode()[token_id - EURO : token_id - EURO + 1]
         return ALPHABET[token_id].encode() if token_id < STOP else b""
 
-    def begin(self, slot: int, ids: Sequence[int]) -> int:
+    def begin(self, slot: int, prompt: Any) -> int:
         assert slot not in self.slots
-        self.slots[slot] = self.next
+        self.slots[slot] = prompt.ask
         self.kv[slot] = []
         return 0
 
@@ -194,7 +203,7 @@ async def test_rows_join_and_leave_one_batch(start: Any) -> None:
     toy.gate.release(10**6)
     assert [text for text, _, _ in await asyncio.gather(*tasks)] == words
     assert max(map(len, toy.batches)) >= 4
-    assert toy.batches[-1] == (4,)  # the longest answer runs alone at last
+    assert len(toy.batches[-1]) == 1  # the longest answer runs alone at last
     assert toy.slots == {}
 
 
@@ -214,6 +223,33 @@ async def test_long_prompts_do_not_stop_running_rows(start: Any) -> None:
     assert len(toy.batches) >= 3
     assert toy.batches[0] == (0,)
     await collect_rest(talking)
+
+
+async def test_running_rows_keep_their_pace_while_a_prompt_is_encoded(start: Any) -> None:
+    """Pictures were once seen and sounds heard on the thread that steps: every stream stood still meanwhile."""
+    engine = await start()
+    talking = run(engine, Ask(ids("a" * 60)))
+    await anext(talking)
+    slow = asyncio.create_task(collect(run(engine, Ask(ids("b"), broken="slow"))))
+    await settled(lambda: engine.stats().running == 2)
+    assert len(await collect_rest(talking)) == 60  # to its end, with no step waiting for the other's prompt
+    assert not slow.done()
+    Toy.latest.encoded.set()
+    assert (await slow)[0] == "b"
+
+
+async def test_a_hung_encoding_is_unhealthy_although_rows_go_on(start: Any) -> None:
+    engine = await start(stall_s=0.1)
+    slow = run(engine, Ask(ids("b"), broken="slow"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(slow), 0.05)  # its client gives up
+    await asyncio.sleep(0.1)
+    talking = run(engine, Ask(ids("a" * 60)))
+    with pytest.raises(StageFailedError, match="hangs"):
+        await engine.check_health()
+    Toy.latest.encoded.set()
+    assert (await collect(talking))[0] == "a" * 60
+    await engine.check_health()
 
 
 async def collect_rest(outputs: Any) -> list[Output]:

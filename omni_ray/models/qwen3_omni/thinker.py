@@ -89,8 +89,13 @@ class Qwen3OmniThinker(ARModel):
             self.step(range(count), [0] * count, [0] * count)
 
     def encode(self, prompt: Any) -> ThinkerPrompt:
-        """Tokens, features and positions of a ``ChatPrompt``; no weights are used, and any thread may call it."""
-        return self._text.encode(prompt)
+        """Tokens and positions of a ``ChatPrompt``, and its media heard and seen."""
+        prepared = self._text.encode(prompt)
+        if prepared.sound is not None:
+            prepared.heard = self._towers.hear(prepared.sound)
+        if prepared.pictures is not None:
+            prepared.seen = self._towers.see(prepared.pictures)
+        return prepared
 
     def penalised(self, prompt: ThinkerPrompt) -> Sequence[int]:
         """See ``ARModel.penalised``."""
@@ -101,12 +106,8 @@ class Qwen3OmniThinker(ARModel):
         return self._text.detokenize(token_id)
 
     def begin(self, slot: int, prompt: ThinkerPrompt) -> int:
-        """Hear and see the prompt's media."""
+        """Remember the prompt; nothing of it is in the slot."""
         self._prompts[slot], self._deltas[slot], self._rows[slot] = prompt, prompt.delta, []
-        if prompt.sound is not None:
-            prompt.heard = self._towers.hear(prompt.sound)
-        if prompt.pictures is not None:
-            prompt.seen = self._towers.see(prompt.pictures)
         return 0
 
     def prefill(self, slot: int, ids: Piece, start: int) -> Tensor:
