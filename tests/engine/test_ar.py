@@ -69,6 +69,7 @@ class Toy(ARModel):
         self.pieces: list[int] = []
         self.gate = threading.Semaphore(10**9)  # steps that may run
         self.encoded = threading.Event()  # what slow prompts wait for
+        self.encodings = 0
 
     def encode(self, prompt: Any) -> Coded:
         assert isinstance(prompt, Ask)
@@ -76,6 +77,7 @@ class Toy(ARModel):
             raise ValueError("broken prompt")
         if prompt.broken == "slow":
             assert self.encoded.wait(10)
+        self.encodings += 1
         return Coded(prompt)
 
     def detokenize(self, token_id: int) -> bytes:
@@ -178,6 +180,12 @@ async def settled(condition: Any) -> None:
     raise AssertionError("not true within 5 s")
 
 
+async def in_the_loop(prompts: int) -> None:
+    """Wait until so many prompts in all are encoded and submitted."""
+    await settled(lambda: Toy.latest.encodings == prompts)
+    await asyncio.sleep(0.05)
+
+
 async def test_answer_with_usage(start: Any) -> None:
     engine = await start()
     text, tokens, finish = await collect(run(engine, Ask(ids("hello!"))))
@@ -199,7 +207,7 @@ async def test_rows_join_and_leave_one_batch(start: Any) -> None:
     toy = Toy.latest
     toy.gate = threading.Semaphore(0)
     tasks = [asyncio.create_task(collect(run(engine, Ask(ids(word))))) for word in words]
-    await settled(lambda: engine.stats().running == len(words))
+    await in_the_loop(len(words))
     toy.gate.release(10**6)
     assert [text for text, _, _ in await asyncio.gather(*tasks)] == words
     assert max(map(len, toy.batches)) >= 4
@@ -211,11 +219,11 @@ async def test_long_prompts_do_not_stop_running_rows(start: Any) -> None:
     """Between two pieces of a long prompt every running request gets a token."""
     engine = await start()
     toy = Toy.latest
+    toy.gate = threading.Semaphore(2)
     talking = run(engine, Ask(ids("a" * 60)))
     await anext(talking)
-    toy.gate = threading.Semaphore(0)
     long = asyncio.create_task(collect(run(engine, Ask(ids("b"), prompt=[1] * (2 * PREFILL_CHUNK + 5)))))
-    await settled(lambda: engine.stats().running == 2)
+    await in_the_loop(2)
     toy.batches.clear()
     toy.gate.release(10**6)
     assert (await long)[0] == "b"
@@ -225,16 +233,36 @@ async def test_long_prompts_do_not_stop_running_rows(start: Any) -> None:
     await collect_rest(talking)
 
 
+async def test_short_prompts_are_computed_together(start: Any) -> None:
+    """Every short prompt of a crowd once cost the others a step, and every row of a step woke the event loop."""
+    engine = await start()
+    toy, loop = Toy.latest, engine._decode_loop
+    mails: list[int] = []
+    post = loop._post
+    loop._post = lambda mail: (mails.append(len(mail)), post(mail))
+    toy.gate = threading.Semaphore(0)
+    answers = [asyncio.create_task(collect(run(engine, Ask(ids("abcdef"))))) for _ in range(8)]
+    await in_the_loop(8)  # the first one's prompt waits at the gate, the others behind it
+    toy.gate.release(10**6)
+    assert [text for text, _, _ in await asyncio.gather(*answers)] == ["abcdef"] * 8
+    assert toy.batches[1] == tuple(range(8))
+    assert max(mails) == 8
+    assert len(mails) <= 2 * (len(toy.batches) + 1)
+
+
 async def test_running_rows_keep_their_pace_while_a_prompt_is_encoded(start: Any) -> None:
     """Pictures were once seen and sounds heard on the thread that steps: every stream stood still meanwhile."""
     engine = await start()
+    toy = Toy.latest
+    toy.gate = threading.Semaphore(2)
     talking = run(engine, Ask(ids("a" * 60)))
     await anext(talking)
     slow = asyncio.create_task(collect(run(engine, Ask(ids("b"), broken="slow"))))
     await settled(lambda: engine.stats().running == 2)
-    assert len(await collect_rest(talking)) == 60  # to its end, with no step waiting for the other's prompt
+    toy.gate.release(10**6)
+    assert len(await collect_rest(talking)) == 60  # to its end: no step waits for the other's prompt
     assert not slow.done()
-    Toy.latest.encoded.set()
+    toy.encoded.set()
     assert (await slow)[0] == "b"
 
 

@@ -1,9 +1,8 @@
 """A Llama decoder over static KV slots, every row at a position of its own. Knows no tokenizer and no engine.
 
 Weights, configuration and rotary tables come from transformers; only the forward pass is ours, because
-``LlamaForCausalLM.forward`` with a ``DynamicCache`` takes 36 ms per token of SmolLM2-135M where this one takes 28
-(bfloat16, 2 cores), and because its caches know no rows that join and leave. It computes what transformers'
-``LlamaModel`` computes; q, k, v and gate, up are one matrix each.
+transformers' caches know no rows that join and leave, and because it is faster (``benchmarks/ar_engine.md``). It
+computes what transformers' ``LlamaModel`` computes; q, k, v and gate, up are one matrix each, and packed.
 """
 
 from collections.abc import Callable, Sequence
