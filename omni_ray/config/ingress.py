@@ -81,6 +81,7 @@ class IngressConfig(StrictModel):
             the number of ingress replicas.
         cors_origins: web pages of these origins (``https://app.example.com``, or ``*``) may call; none by default.
         media_urls: where media may be fetched from.
+        demo_page: whether ``/`` answers with a page to talk to the model.
         grace_s: how long a leaving replica may finish its streams; None is ``max_audio_seconds`` + 30.
         retry: one invisible retry when a replica dies before anything was sent.
         takeover: when a replica dies after that, another one goes on where it stopped, if the stages' engines can.
@@ -108,6 +109,7 @@ class IngressConfig(StrictModel):
     key_limits_of: dict[str, KeyLimits] = Field(default_factory=dict)
     cors_origins: tuple[str, ...] = ()
     media_urls: MediaUrlConfig = MediaUrlConfig()
+    demo_page: bool = True
     grace_s: float | None = Field(default=None, gt=0)
     retry: bool = True
     takeover: bool = True

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from omni_ray import __version__
 from omni_ray.errors import OmniRayError
 from omni_ray.serve.api.chat import chat_routes
+from omni_ray.serve.api.demo import demo_routes
 from omni_ray.serve.api.errors import on_http_exception, on_omni_ray_error, on_validation_error
 from omni_ray.serve.api.fetch import MediaFetcher
 from omni_ray.serve.api.gate import Gate
@@ -66,6 +67,7 @@ def make_app(dispatcher: Dispatcher, api_keys: Mapping[str, str], replicas: int 
         v1.include_router(routes(service))
     app.include_router(v1)
     app.include_router(health_routes(service))
+    app.include_router(demo_routes(service))
     app.add_exception_handler(OmniRayError, on_omni_ray_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)
