@@ -9,7 +9,7 @@ from omni_ray.engine.types import Request
 AHEAD_S: Final = 0.5
 """With so much sound in hand a listener does not notice that others are served first."""
 
-Urgency: TypeAlias = tuple[bool, int, bool, float]
+Urgency: TypeAlias = tuple[bool, int, float, bool, float]
 """Smaller is more urgent; only to be compared."""
 
 
@@ -20,7 +20,7 @@ class Lead:
     """
 
     def __init__(self, request: Request, clock: Callable[[], float] = time.monotonic) -> None:
-        self._priority = request.priority
+        self._turn = (request.priority, request.served_s)
         self._clock = clock
         self._arrived = clock()
         self._first: float | None = None
@@ -44,10 +44,11 @@ class Lead:
     def urgency(self) -> Urgency:
         """The order of work.
 
-        First whoever is not ``ahead``, by priority: of one priority those who are about to hear a gap, the worst first,
-        then those who have heard nothing yet, as they came. After them those who are ahead, in the same way.
+        First whoever is not ``ahead``: by priority, then by what the request's key was served, as in the line for a
+        place; of those who are equal so far, whoever is about to hear a gap, the worst first, then those who have heard
+        nothing yet, as they came. After them those who are ahead, in the same way.
         """
         lead = self.seconds()
         if lead is None:
-            return (False, self._priority, True, self._arrived)
-        return (lead >= AHEAD_S, self._priority, False, lead)
+            return (False, *self._turn, True, self._arrived)
+        return (lead >= AHEAD_S, *self._turn, False, lead)

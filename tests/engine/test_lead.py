@@ -19,9 +19,9 @@ class Clock:
         return self.now
 
 
-def lead(clock: Clock, priority: int = 0, spoken_s: float | None = None, ago_s: float = 0) -> Lead:
+def lead(clock: Clock, priority: int = 0, spoken_s: float | None = None, ago_s: float = 0, served_s: float = 0) -> Lead:
     """A stream that emitted ``spoken_s`` seconds since it began to speak ``ago_s`` ago, or has not begun."""
-    made = Lead(Request("r", seed=0, priority=priority), clock)
+    made = Lead(Request("r", seed=0, priority=priority, served_s=served_s), clock)
     if spoken_s is not None:
         clock.now -= ago_s
         made.emitted(0.08)
@@ -47,7 +47,8 @@ def test_lead_is_sound_emitted_minus_time_since_the_first_chunk() -> None:
 
 
 def test_order_of_work() -> None:
-    """Behind the listener first, then first chunks as they came, then whoever is ahead; batch work after chat."""
+    """Behind the listener first, then first chunks as they came, then whoever is ahead; batch work after chat, and a
+    key's flood after everybody else's requests: else its many streams, all of them late, would leave little room."""
     clock = Clock()
     first = lead(clock)
     clock.now += 0.1
@@ -56,6 +57,7 @@ def test_order_of_work() -> None:
         "chat nearly late": lead(clock, 0, spoken_s=2, ago_s=2),
         "chat new, came first": first,
         "chat new": lead(clock),
+        "chat far behind, of a key that was given much": lead(clock, 0, spoken_s=1, ago_s=9, served_s=60),
         "batch far behind": lead(clock, 2, spoken_s=1, ago_s=60),
         "batch new": lead(clock, 2),
         "chat ahead": lead(clock, 0, spoken_s=5, ago_s=5 - AHEAD_S),

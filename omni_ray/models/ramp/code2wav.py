@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.codec import DecodeItem, Samples, WindowCodec, WindowState
+from omni_ray.engine.rechunk import array_of
 from omni_ray.engine.types import Request
 from omni_ray.models.ramp.options import Code2WavOptions, Faults
 from omni_ray.models.ramp.oracle import SAMPLES_PER_FRAME, samples
@@ -54,7 +55,8 @@ class RampCode2Wav(WindowCodec):
                 time.sleep(1e6)
             if state.faults.fail_at == state.calls:
                 raise ValueError(f"fail_at {state.calls}")
-        time.sleep(max(item.state.faults.delay_ms for item in items) / 1000)
+        cost_ms = self._options.frame_ms * sum(len(array_of(item.units)) for item in items)
+        time.sleep((cost_ms + max(item.state.faults.delay_ms for item in items)) / 1000)
         decoded = super().decode(items)
         for item, output in zip(items, decoded, strict=True):
             if item.state.faults.nan_at == item.state.calls:

@@ -68,10 +68,14 @@ class TalkerOptions(PerRequestOptions):
 
 
 class Code2WavOptions(CodecOptions):
-    """``deficit`` samples missing at the end of every decoded window, ``lookahead`` frames needed on the right."""
+    """``deficit`` samples missing at the end of every decoded window, ``lookahead`` frames needed on the right.
+
+    ``frame_ms`` is the compute time of each new frame of a batch, as of a decoder on a CPU; ``delay_ms`` is a batch's.
+    """
 
     max_num_seqs: int = Field(default=64, ge=1)
     chunk_frames: tuple[int, ...] = Field(default=(4, 25), min_length=1)
+    frame_ms: float = Field(default=0, ge=0)
     deficit: int = Field(default=0, ge=0)
     lookahead: int = Field(default=0, ge=0)
     sample_rate: int = Field(default=24000, ge=1)
