@@ -56,6 +56,13 @@ class BodyTimeoutError(InvalidRequestError):
     error_type = "timeout_error"
 
 
+class SlowReaderError(InvalidRequestError):
+    """The client stopped to read its answer. It never sees this: its connection is closed."""
+
+    status = 408
+    error_type = "timeout_error"
+
+
 class NotFoundError(InvalidRequestError):
     """The model, route or voice resource does not exist."""
 

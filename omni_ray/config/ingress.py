@@ -6,6 +6,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from omni_ray.config.base import StrictModel
+from omni_ray.config.pipeline import OutputKind
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 _MEDIA_ORIGIN = re.compile(r"(?:(https?)://)?((?:\*\.)?[a-z0-9_\-.\[\]:]*?[a-z0-9\]])(?::(\d{1,5}))?")
@@ -61,6 +62,18 @@ class KeyLimits(StrictModel):
     requests_per_minute: int | None = Field(default=None, ge=1)
 
 
+class IdleTimeouts(StrictModel):
+    """Seconds after which a kind of output that fell silent in mid-stream ends it, unless its sources still speak."""
+
+    text: float = Field(default=60, gt=0)
+    audio: float = Field(default=60, gt=0)
+    transcript: float = Field(default=60, gt=0)
+
+    def of(self, kind: OutputKind) -> float:
+        """The limit of one kind."""
+        return {"text": self.text, "audio": self.audio, "transcript": self.transcript}[kind]
+
+
 class IngressConfig(StrictModel):
     """The HTTP side: limits, replicas, keys.
 
@@ -75,6 +88,10 @@ class IngressConfig(StrictModel):
         max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
         max_request_text_chars, max_media_parts: all text, and all media, of one request together.
         body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
+        send_timeout_s: longest time in which a client takes nothing of its answer; then its stream is stopped. Only
+            HAProxy mode shows us a slow reader; Serve's own proxy keeps what was made.
+        max_answer_mb: encoded sound of one answer, streamed or not: what a proxy may have to keep for a slow reader.
+        idle_timeout_s: longest silence of each kind of output.
         max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
         api_keys_env: environment variable with API keys, ``name:key,name:key``; unset means no keys are asked for.
         key_limits, key_limits_of: limits of every key, and of single ones by their names instead. All are divided by
@@ -103,6 +120,9 @@ class IngressConfig(StrictModel):
     max_request_text_chars: int = Field(default=1_000_000, ge=1)
     max_media_parts: int = Field(default=16, ge=1)
     body_idle_timeout_s: float = Field(default=30, gt=0)
+    send_timeout_s: float = Field(default=60, gt=0)
+    max_answer_mb: float = Field(default=64, gt=0)
+    idle_timeout_s: IdleTimeouts = IdleTimeouts()
     max_bodies_mb: float = Field(default=512, gt=0)
     api_keys_env: str | None = None
     key_limits: KeyLimits = KeyLimits()

@@ -39,7 +39,7 @@ def chat_routes(service: Service) -> APIRouter:
         with service.bodies.receive(request) as body:
             call, encoded = await read_json(body, model, lambda parsed: read_chat(service, parsed, info))
             clips = await decode_clips(service, body, encoded, call.audio_in_video)
-        return LiveResponse(_answer(service, call, clips, info), info)
+        return LiveResponse(_answer(service, call, clips, info), info, service.dispatcher.config)
 
     return router
 
@@ -52,12 +52,15 @@ async def _answer(service: Service, call: ChatCall, clips: tuple[Clip, ...], inf
         sound = None
         if "audio" in call.modalities:
             sound = Sound(
-                call.format, streamed=call.stream, sample_rate=_PCM_RATE_HZ if pcm else None, mono=pcm, info=info
+                call.format,
+                streamed=call.stream,
+                sample_rate=_PCM_RATE_HZ if pcm else None,
+                mono=pcm,
+                max_bytes=service.max_answer_bytes,
+                info=info,
             )
             stack.enter_context(contextlib.closing(sound))
-        events = await stack.enter_async_context(
-            opened(dispatcher.stream(call.request, call.plan, clips, info.traceparent))
-        )
+        events = await stack.enter_async_context(opened(service.stream(call.request, call.plan, info, clips)))
         deltas = await stack.enter_async_context(contextlib.aclosing(deltas_of(events, call.plan, sound)))
         if not call.stream:
             whole = sse.json_bytes(await shapes.whole(deltas))

@@ -15,13 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omni_ray.errors import StageFailedError
+from omni_ray.config.ingress import IngressConfig
+from omni_ray.errors import SlowReaderError, StageFailedError
 from omni_ray.serve.api import sse
 from omni_ray.serve.api.errors import public_error
 from omni_ray.serve.api.request_log import AbortedResponse, RequestInfo
 from omni_ray.serve.events import OutputEvent
 
 HEARTBEAT_S = 15.0
+BLOCK_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,11 @@ async def opened(events: AsyncGenerator[OutputEvent, None]) -> AsyncIterator[Asy
 class LiveResponse(Response):
     """Sends an ``Answer`` and closes it, whatever ends it first: its end, an error, the client, a cancellation."""
 
-    def __init__(self, answer: Answer, info: RequestInfo) -> None:
+    def __init__(self, answer: Answer, info: RequestInfo, config: IngressConfig) -> None:
         super().__init__()
         self._answer = answer
         self._info = info
+        self._timeout_s = config.send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         work = asyncio.create_task(self._deliver(send))
@@ -94,7 +97,7 @@ class LiveResponse(Response):
             raw = {"content-type": head.content_type, **head.headers}
             headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in raw.items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            writer = _Writer(send)
+            writer = _Writer(send, self._timeout_s)
             pings = asyncio.create_task(writer.ping()) if head.heartbeat else None
             try:
                 async for piece in answer:
@@ -113,16 +116,22 @@ class LiveResponse(Response):
 
 
 class _Writer:
-    """Sends pieces, and comment lines while there are none."""
+    """Sends pieces, and comment lines while there are none.
 
-    def __init__(self, send: Send) -> None:
+    Where the server sees that the client does not read, a send waits: so the stream is braked, all the way up to the
+    engine, and given up after ``timeout_s`` (C37). A long piece goes out in blocks: a client that takes some is not
+    stalled.
+    """
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
         self._send = send
+        self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
         self._sent_at = asyncio.get_running_loop().time()
 
     async def write(self, piece: bytes) -> None:
-        if piece:
-            await self._body(piece, more=True)
+        for start in range(0, len(piece), BLOCK_BYTES):
+            await self._body(piece[start : start + BLOCK_BYTES], more=True)
 
     async def end(self) -> None:
         await self._body(b"", more=False)
@@ -130,7 +139,10 @@ class _Writer:
     async def _body(self, piece: bytes, more: bool) -> None:
         async with self._lock:
             try:
-                await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+                async with asyncio.timeout(self._timeout_s):
+                    await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+            except TimeoutError:
+                raise SlowReaderError(f"the client took nothing for {self._timeout_s:g} s") from None
             except OSError as error:
                 raise ClientDisconnect() from error
             self._sent_at = asyncio.get_running_loop().time()

@@ -4,22 +4,25 @@ import contextlib
 import secrets
 import time
 import unicodedata
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from omni_ray.config.pipeline import OutputKind, RequestPart
 from omni_ray.config.sampling import SamplingParams
-from omni_ray.engine.types import Message, Request
+from omni_ray.engine.types import Clip, Message, Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
 from omni_ray.serve.api.errors import shown
 from omni_ray.serve.api.fetch import MediaFetcher
 from omni_ray.serve.api.gate import Gate
-from omni_ray.serve.api.incoming import Bodies
+from omni_ray.serve.api.incoming import MB, Bodies
 from omni_ray.serve.api.keys import ApiKeys
 from omni_ray.serve.api.priority import CHAT
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.shares import Shares
+from omni_ray.serve.api.silence import watched
 from omni_ray.serve.dispatcher import Dispatcher
+from omni_ray.serve.events import OutputEvent
 from omni_ray.serve.planner import Plan
 
 MAX_SEED = 2**63 - 1
@@ -58,6 +61,18 @@ class Service:
             taken.enter_context(self.gate.passed(info.api_key))
             info.served_s = taken.enter_context(self.shares.share(info.api_key, lambda: info.audio_seconds))
             info.held.push(taken.pop_all())
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Of encoded sound."""
+        return int(self.dispatcher.config.max_answer_mb * MB)
+
+    def stream(
+        self, request: Request, plan: Plan, info: RequestInfo, clips: Sequence[Clip] = ()
+    ) -> AsyncGenerator[OutputEvent, None]:
+        """The request's events; ``StageTimeoutError`` if a kind of output falls silent."""
+        events = self.dispatcher.stream(request, plan, clips, info.traceparent)
+        return watched(events, plan, self.dispatcher.config.idle_timeout_s)
 
     def takes_messages(self) -> bool:
         """Whether the pipeline has a chat route."""

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from omni_ray.audio import Encoder, StreamResampler, check_finite, open_encoder
 from omni_ray.engine.types import AudioChunk
-from omni_ray.errors import InvalidRequestError, StageFailedError
+from omni_ray.errors import InvalidRequestError, StageFailedError, TruncatedError
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.threads import in_thread
 
@@ -21,19 +21,23 @@ class Sound:
         streamed: whether pieces leave while more is written.
         sample_rate: Hz to send, or None for the model's own (or the nearest the format can carry).
         mono: mix channels down to one.
+        max_bytes: most bytes of the whole answer.
         info: counts seconds and clipped samples.
 
     Attributes:
         sample_rate, channels: what is sent; known after the first ``write`` or ``finish``.
     """
 
-    def __init__(self, format: str, *, streamed: bool, sample_rate: int | None, mono: bool, info: RequestInfo) -> None:
+    def __init__(
+        self, format: str, *, streamed: bool, sample_rate: int | None, mono: bool, max_bytes: int, info: RequestInfo
+    ) -> None:
         self.sample_rate = sample_rate or _DEFAULT_RATE_HZ
         self.channels = 1
         self._format = format
         self._streamed = streamed
         self._wanted_rate = sample_rate
         self._mono = mono
+        self._left_bytes = max_bytes
         self._info = info
         self._position = 0
         self._source: tuple[int, int] | None = None  # rate and channels of the model's chunks
@@ -46,6 +50,7 @@ class Sound:
         Raises:
             StageFailedError: the chunk does not follow the last one, or is of another rate or shape.
             NonFiniteAudioError: NaN or infinity, before anything is clamped (C28).
+            TruncatedError: the answer has more than ``max_bytes``.
         """
         samples = chunk.samples
         source = (chunk.sample_rate, 1 if samples.ndim == 1 else samples.shape[1])
@@ -108,4 +113,9 @@ class Sound:
         if self._resampler is not None:
             samples = self._resampler.push(samples, last)
         written = self._encoder.write(samples)
-        return written + self._encoder.finish() if last else written
+        if last:
+            written += self._encoder.finish()
+        self._left_bytes -= len(written)
+        if self._left_bytes < 0:
+            raise TruncatedError("the sound has more bytes than one answer may have here (ingress.max_answer_mb)")
+        return written

@@ -43,7 +43,7 @@ def speech_routes(service: Service) -> APIRouter:
         service.admit(info, SPEECH)
         with service.bodies.receive(request) as body:
             call = await read_json(body, model, lambda parsed: read_speech(service, parsed, plan, info, extras))
-        return LiveResponse(_answer(service, call, plan, info), info)
+        return LiveResponse(_answer(service, call, plan, info), info, service.dispatcher.config)
 
     @router.get("/audio/voices")
     async def list_voices() -> dict[str, Any]:
@@ -57,9 +57,16 @@ def speech_routes(service: Service) -> APIRouter:
 
 async def _answer(service: Service, call: SpeechCall, plan: Plan, info: RequestInfo) -> Answer:
     streamed = call.delivery is not Delivery.WHOLE
-    stream = service.dispatcher.stream(call.request, plan, (), info.traceparent)
+    stream = service.stream(call.request, plan, info)
     async with contextlib.AsyncExitStack() as stack:
-        sound = Sound(call.format, streamed=streamed, sample_rate=call.sample_rate, mono=False, info=info)
+        sound = Sound(
+            call.format,
+            streamed=streamed,
+            sample_rate=call.sample_rate,
+            mono=False,
+            max_bytes=service.max_answer_bytes,
+            info=info,
+        )
         stack.enter_context(contextlib.closing(sound))
         events = await stack.enter_async_context(opened(stream))
         deltas = await stack.enter_async_context(contextlib.aclosing(deltas_of(events, plan, sound)))

@@ -34,20 +34,19 @@ def transcription_routes(service: Service) -> APIRouter:
             call, encoded = await read_transcription(service, body, plan, info)
             [clip] = await decode_clips(service, body, [encoded])
             assert isinstance(clip, AudioClip)
-        return LiveResponse(_answer(service, call, clip, plan, info), info)
+        return LiveResponse(_answer(service, call, clip, plan, info), info, service.dispatcher.config)
 
     return router
 
 
 async def _answer(service: Service, call: TranscriptionCall, clip: AudioClip, plan: Plan, info: RequestInfo) -> Answer:
-    dispatcher = service.dispatcher
     transcript = Transcript(
         duration_s=len(clip.samples) / clip.sample_rate,
         language=call.request.language,
         temperature=call.request.sampling.temperature or 0.0,
     )
     async with (
-        opened(dispatcher.stream(call.request, plan, (clip,), info.traceparent)) as events,
+        opened(service.stream(call.request, plan, info, (clip,))) as events,
         contextlib.aclosing(deltas_of(events, plan, None)) as deltas,
     ):
         if not call.stream:
