@@ -51,7 +51,7 @@ def _about(service: Service) -> str:
         "text": _maker(service, "text", {"messages"}),
         "audio": _maker(service, "audio", {"messages"}),
         "hears": _maker(service, "text", {"messages", "input_audio"}) is not None,
-        "keyed": service.keys.asked_for,
+        "keyed": bool(service.keys.names),
     }
     return json.dumps(about).replace("<", "\\u003c")
 

@@ -32,11 +32,6 @@ class ApiKeys:
         """The keys' names."""
         return tuple(self._digests)
 
-    @property
-    def asked_for(self) -> bool:
-        """Whether clients must send a key."""
-        return bool(self._keys)
-
     def check(self, token: str | None) -> str:
         """The name of the key the client presented, or ``ANONYMOUS`` where none is asked for.
 
