@@ -5,7 +5,7 @@ PIPELINE ?= voice_chat
 PORT ?= 8000
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint install weights clean
+.PHONY: serve test lint parity install weights clean
 
 serve: weights ## serve the default graph on http://127.0.0.1:8000
 	$(BIN)/omni-ray serve $(PIPELINE) --port $(PORT)
@@ -17,6 +17,17 @@ lint: install ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# 5.17, 5.19 or 5.24: each in an environment of its own, as a user of that version would install it
+TRANSFORMERS ?= 5.19
+PARITY_VENV := .venv-transformers-$(TRANSFORMERS)
+CONSTRAINTS := $(firstword $(wildcard constraints-transformers-$(TRANSFORMERS).txt) constraints.txt)
+
+parity: ## qwen3_omni against transformers' own model, of the version TRANSFORMERS
+	@grep -q '^transformers==$(TRANSFORMERS)\.' $(CONSTRAINTS) || { echo "no constraints for $(TRANSFORMERS)"; exit 2; }
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[embedded,dev]'
+	$(PARITY_VENV)/bin/python -m pytest tests/models/qwen3_omni tests/engine
 
 install: $(VENV)/.installed
 
@@ -31,4 +42,4 @@ weights: install ## converted once into the cache directory, then only verified
 	$(BIN)/omni-ray checkpoint voice_chat
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,19 +11,19 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
-from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.codec import Codec, DecodeItem, Samples
 from omni_ray.engine.precision import compute_dtype
 from omni_ray.engine.types import CodeFrameChunk, Request
-from omni_ray.errors import ConfigError, StageFailedError
+from omni_ray.errors import StageFailedError
 from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
+from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.streaming_code2wav import Codes, StreamingCode2Wav
 from omni_ray.models.qwen3_omni.truncated_code2wav import TruncatedCode2Wav
-from omni_ray.models.qwen3_omni.weights import checkpoint_directory, load_parts
+from omni_ray.models.qwen3_omni.weights import load_parts
 
 SAMPLE_RATE: Final = 24_000
 """Hz. The checkpoint's config does not say it; 1920 samples a frame make 12.5 frames a second."""
@@ -64,14 +64,9 @@ class Qwen3OmniCode2Wav(Codec):
         Raises:
             ConfigError: no model, no audio in this checkpoint, or a tensor is missing or unexpected.
         """
-        stage, options = self.context.stage.name, self._options
-        if self.context.model is None:
-            raise ConfigError([f"stage {stage} needs a model: a checkpoint directory or hub id"])
+        options = self._options
+        directory, config = stage_checkpoint(self.context, speaks=True)
         torch.set_num_threads(options.threads)
-        directory = checkpoint_directory(self.context.model)
-        config = Qwen3OmniMoeConfig.from_pretrained(directory)
-        if not config.enable_audio_output:
-            raise ConfigError([f"stage {stage}: {directory} has enable_audio_output: false, so it has no code2wav"])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dummy = self.context.load_format == "dummy"
         model = build(Qwen3OmniMoeCode2Wav, config.code2wav_config, compute_dtype(options.dtype), initialise=dummy)

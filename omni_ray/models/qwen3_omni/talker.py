@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeTalkerForConditionalGeneration
+from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
@@ -19,12 +19,13 @@ from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.types import Request
-from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen3_omni.compat import build
+from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, SlotTalker
 from omni_ray.models.qwen3_omni.talker_prompt import Markers, PromptRows, media_tensor, talker_ids
-from omni_ray.models.qwen3_omni.weights import checkpoint_directory, initialise_experts, load_parts, read_tensor
+from omni_ray.models.qwen3_omni.weights import initialise_experts, load_parts, read_tensor
 
 PREFIX: Final = "talker."
 TEXT_EMBEDDING: Final = "thinker.model.embed_tokens.weight"
@@ -72,18 +73,10 @@ class Qwen3OmniTalker(CodecLM):
             ConfigError: no model, no audio in this checkpoint, a tensor is missing or unexpected, or ``max_model_len``
                 exceeds the checkpoint's.
         """
-        stage, options = self.context.stage.name, self.context.options
+        options = self.context.options
         assert isinstance(options, CodecLMOptions)
-        if self.context.model is None:
-            raise ConfigError([f"stage {stage} needs a model: a checkpoint directory or hub id"])
+        directory, config = stage_checkpoint(self.context, lambda whole: whole.talker_config.text_config, speaks=True)
         torch.set_num_threads(options.threads)
-        directory = checkpoint_directory(self.context.model)
-        config = Qwen3OmniMoeConfig.from_pretrained(directory)
-        if not config.enable_audio_output:
-            raise ConfigError([f"stage {stage}: {directory} has enable_audio_output: false, so it has no talker"])
-        longest = config.talker_config.text_config.max_position_embeddings
-        if options.max_model_len > longest:
-            raise ConfigError([f"max_model_len: {options.max_model_len} is beyond the checkpoint's {longest}"])
         self._deterministic = options.deterministic
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         random = self.context.load_format == "dummy"

@@ -5,6 +5,7 @@ the expansion of placeholders are ours, and equal upstream's ``generate`` token 
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,14 +22,14 @@ from omni_ray.engine.ar_model import PREFILL_CHUNK, ARModel, Probe
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.precision import compute_dtype
 from omni_ray.engine.types import Chunk, LatentChunk, Message, TextPart
-from omni_ray.errors import ConfigError
 from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.media import Towers
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
+from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.thinker_decoder import Deepstack, ThinkerDecoder
 from omni_ray.models.qwen3_omni.thinker_prompt import Piece, ThinkerPrompt
 from omni_ray.models.qwen3_omni.thinker_text import ThinkerText
-from omni_ray.models.qwen3_omni.weights import checkpoint_directory, initialise_experts, load_parts
+from omni_ray.models.qwen3_omni.weights import initialise_experts, load_parts
 
 PREFIX: Final = "thinker."
 
@@ -68,15 +69,12 @@ class Qwen3OmniThinker(ARModel):
         """
         options = self.context.options
         assert isinstance(options, AROptions)
-        if self.context.model is None:
-            raise ConfigError([f"stage {self.context.stage.name} needs a model directory or hub id"])
-        directory = checkpoint_directory(self.context.model)
+        directory, config = stage_checkpoint(self.context, lambda whole: whole.thinker_config.text_config, speaks=False)
         torch.set_num_threads(options.threads)
         self._deterministic = options.deterministic
-        self._text = ThinkerText(directory, options.max_model_len)
+        self._text = ThinkerText(directory, config, options.max_model_len)
         self.stop_ids = self._text.stop_ids
-        thinker = self._text.config.thinker_config
-        parts = self._parts(thinker, compute_dtype(options.dtype))
+        parts = self._parts(directory, config.thinker_config, compute_dtype(options.dtype))
         self._towers = Towers(parts.audio_tower, parts.visual)
         self._decoder = ThinkerDecoder(
             parts.model, parts.lm_head.weight, options.max_num_seqs, options.max_model_len, self._deterministic
@@ -179,12 +177,11 @@ class Qwen3OmniThinker(ARModel):
         chats = [ChatPrompt((Message("user", (TextPart(text),)),)) for text in texts]
         return [Probe(chat) for chat in chats if len(self.encode(chat)) < options.max_model_len - 8]
 
-    def _parts(self, config: Any, dtype: torch.dtype) -> ThinkerParts:
+    def _parts(self, directory: Path, config: Any, dtype: torch.dtype) -> ThinkerParts:
         dummy = self.context.load_format == "dummy"
         parts = ThinkerParts(config, dtype, initialise=dummy)
         if dummy:
             initialise_experts(parts, config.text_config.initializer_range)
         else:
-            assert self.context.model is not None
-            load_parts(checkpoint_directory(self.context.model), parts, PREFIX, self.context.progress)
+            load_parts(directory, parts, PREFIX, self.context.progress)
         return parts

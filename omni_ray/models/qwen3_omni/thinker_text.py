@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import AutoTokenizer, Qwen3OmniMoeConfig
+from transformers import AutoTokenizer
 
 from omni_ray.engine.text_tokens import stop_ids, token_bytes
 from omni_ray.engine.types import PromptChunk
@@ -24,34 +24,28 @@ class ThinkerText:
     """Reads a checkpoint's files except its weights.
 
     Attributes:
-        config: transformers' ``Qwen3OmniMoeConfig``.
         capture: layers behind which hidden rows of media are taken; None where no talker hears them.
         stop_ids: see ``ARModel.stop_ids``.
     """
 
-    def __init__(self, directory: Path, max_model_len: int) -> None:
+    def __init__(self, directory: Path, config: Any, max_model_len: int) -> None:
         """Read the files.
 
         Args:
             directory: of the checkpoint.
+            config: transformers' ``Qwen3OmniMoeConfig`` of it.
             max_model_len: positions of a prompt and its answer.
 
         Raises:
-            ConfigError: ``max_model_len`` exceeds the checkpoint's, or the talker listens to no inner layer.
+            ConfigError: the talker listens to no inner layer.
         """
-        self.config = Qwen3OmniMoeConfig.from_pretrained(directory)
-        text = self.config.thinker_config.text_config
-        if max_model_len > text.max_position_embeddings:
-            longest = text.max_position_embeddings
-            raise ConfigError([f"max_model_len: {max_model_len} is beyond the checkpoint's {longest}"])
-        heard = self.config.enable_audio_output
-        self.capture: int | None = self.config.talker_config.accept_hidden_layer if heard else None
-        if self.capture is not None and not 0 < self.capture < text.num_hidden_layers:
+        self.capture: int | None = config.talker_config.accept_hidden_layer if config.enable_audio_output else None
+        if self.capture is not None and not 0 < self.capture < config.thinker_config.text_config.num_hidden_layers:
             raise ConfigError([f"{directory}: talker_config.accept_hidden_layer {self.capture} is no inner layer"])
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.stop_ids = stop_ids(directory, tokenizer)
         self._bytes = token_bytes(tokenizer)
-        self._maker = PromptMaker(tokenizer, self.config, MediaReader(directory), max_model_len)
+        self._maker = PromptMaker(tokenizer, config, MediaReader(directory), max_model_len)
         self._encoding = threading.Lock()
         self._silent = frozenset(tokenizer.all_special_ids) | {
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special

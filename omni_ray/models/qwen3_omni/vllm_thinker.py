@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from omni_ray.engine.types import Chunk
 from omni_ray.engine.vllm_model import VLLMCheckpoint, VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
-from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.errors import InvalidRequestError
+from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.thinker_text import ThinkerText
-from omni_ray.models.qwen3_omni.weights import checkpoint_directory
 
 
 class Qwen3OmniThinkerVLLM(VLLMModel):
@@ -26,10 +26,8 @@ class Qwen3OmniThinkerVLLM(VLLMModel):
         """See ``VLLMModel.load``."""
         options = self.context.options
         assert isinstance(options, VLLMOptions)
-        if self.context.model is None:
-            raise ConfigError([f"stage {self.context.stage.name} needs a model directory or hub id"])
-        directory = checkpoint_directory(self.context.model)
-        self._text = ThinkerText(directory, options.max_model_len)
+        directory, config = stage_checkpoint(self.context, lambda whole: whole.thinker_config.text_config, speaks=False)
+        self._text = ThinkerText(directory, config, options.max_model_len)
         self.stop_ids = self._text.stop_ids
         return VLLMCheckpoint(directory, limit_mm_per_prompt={"audio": 0, "image": 0, "video": 0})
 

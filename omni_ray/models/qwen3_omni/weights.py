@@ -25,32 +25,12 @@ Progress = Callable[[str], None]
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-HUB_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
 EXPERT: Final = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
 """Published name of one expert's projection, inside a stage."""
 
 MAX_NAMED: Final = 8
 """Tensors that one problem names; the rest is counted."""
-
-
-def checkpoint_directory(model: str) -> Path:
-    """The local directory of a checkpoint: ``model`` itself, or the snapshot of a hub id (downloaded if need be).
-
-    Raises:
-        ConfigError: neither a directory nor a hub id that can be had.
-    """
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.is_absolute() or model.count("/") != 1:
-        raise ConfigError([f"model: {model!r} is no directory on this node, and no hub id (owner/name)"])
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # its errors have no common base: offline, gated, not found, no space
-        raise ConfigError([f"model: {model!r} is no directory, and the hub does not give it: {error}"]) from error
 
 
 def load_parts(model_dir: Path, module: nn.Module, prefix: str, progress: Progress) -> None:

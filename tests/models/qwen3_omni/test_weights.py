@@ -17,11 +17,11 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from omni_ray.errors import ConfigError
 from omni_ray.models.qwen3_omni.compat import build
+from omni_ray.models.qwen3_omni.stage_checkpoint import checkpoint_directory
 from omni_ray.models.qwen3_omni.thinker import ThinkerParts
 from omni_ray.models.qwen3_omni.weights import (
     INDEX,
     SINGLE,
-    checkpoint_directory,
     initialise_experts,
     load_parts,
     read_tensor,

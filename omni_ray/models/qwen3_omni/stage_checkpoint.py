@@ -1,0 +1,62 @@
+"""The checkpoint that a stage starts from: found, read and checked before any tensor is, and the same way by all."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import Qwen3OmniMoeConfig
+
+from omni_ray.engine.base import EngineContext
+from omni_ray.engine.options import AROptions
+from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.errors import ConfigError
+
+HUB_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+
+
+def stage_checkpoint(
+    context: EngineContext, decoder: Callable[[Any], Any] | None = None, *, speaks: bool
+) -> tuple[Path, Any]:
+    """The directory of a stage's checkpoint, and transformers' ``Qwen3OmniMoeConfig`` of it.
+
+    Args:
+        context: of the stage's engine.
+        decoder: from that config to the part whose positions bound ``max_model_len``.
+        speaks: whether the stage exists only in checkpoints with audio output.
+
+    Raises:
+        ConfigError: no model that can be had, no audio output, or ``max_model_len`` is beyond the decoder's positions.
+    """
+    stage, options = context.stage.name, context.options
+    if context.model is None:
+        raise ConfigError([f"stage {stage} needs a model: a checkpoint directory or hub id"])
+    directory = checkpoint_directory(context.model)
+    config = Qwen3OmniMoeConfig.from_pretrained(directory)
+    if speaks and not config.enable_audio_output:
+        raise ConfigError([f"stage {stage}: {directory} has enable_audio_output: false, so it has no {stage}"])
+    if decoder is not None:
+        assert isinstance(options, AROptions | VLLMOptions)
+        longest = decoder(config).max_position_embeddings
+        if options.max_model_len > longest:
+            asked = options.max_model_len
+            raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
+    return directory, config
+
+
+def checkpoint_directory(model: str) -> Path:
+    """The local directory of a checkpoint: ``model`` itself, or the snapshot of a hub id (downloaded if need be).
+
+    Raises:
+        ConfigError: neither a directory nor a hub id that can be had.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.is_absolute() or model.count("/") != 1:
+        raise ConfigError([f"model: {model!r} is no directory on this node, and no hub id (owner/name)"])
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # its errors have no common base: offline, gated, not found, no space
+        raise ConfigError([f"model: {model!r} is no directory, and the hub does not give it: {error}"]) from error
