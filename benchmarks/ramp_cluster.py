@@ -1,0 +1,140 @@
+"""A Ray cluster of several raylets on this machine with ``ramp`` on it, and hands that reach inside."""
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from omni_ray.serve.builder import build_application
+from omni_ray.serve.resolve import AppArgs
+
+APP = "ramp"
+STAGES = ("thinker", "talker", "code2wav")
+DEPLOYMENTS = (*STAGES, "ingress")
+NODE_CPUS = 4
+
+
+def deploy_config(**talker: Any) -> dict[str, Any]:
+    """Two replicas of everything; latents cross as object refs; a hang is noticed within seconds."""
+    deployment = {"num_replicas": 2, "health_check_period_s": 1, "health_check_timeout_s": 5}
+    engine = {"allow_request_faults": True, "stall_s": 4}
+    return {
+        "stages": {
+            "thinker": {"deployment": deployment, "engine": {**engine, "latent_width": 30_000}},
+            "talker": {"deployment": deployment, "engine": {**engine, **talker}},
+            "code2wav": {"deployment": deployment, "engine": {**engine, "chunk_frames": [1, 4, 8]}},
+        },
+        "streaming": {"first_chunk_timeout_s": 20, "idle_timeout_s": 20},
+        "ingress": {"deployment": deployment, "grace_s": 30, "max_takeovers": 5},
+    }
+
+
+@dataclass
+class RampCluster:
+    """The running cluster. ``url`` is where ``ramp`` answers."""
+
+    cluster: Any
+    url: str
+    workers: list[Any] = field(default_factory=list)
+
+    def deploy(self, config: dict[str, Any], wait: bool = True) -> None:
+        """Deploy ``ramp``, or change it while it serves."""
+        application = build_application("ramp", AppArgs(deploy_config=config))
+        serve.run_many([serve.RunTarget(application, name=APP, route_prefix="/")], wait_for_applications_running=wait)
+
+    def pids(self, deployment: str) -> list[int]:
+        """Process ids of a deployment's replicas, on all raylets."""
+        title = re.compile(rf"ray::ServeReplica:{APP}:{deployment}(\..*)?")
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if title.fullmatch((process.info["cmdline"] or [""])[0]):
+                found.append(process.pid)
+        return sorted(found)
+
+    def kill(self, title: str) -> None:
+        """SIGKILL every process whose title begins so."""
+        for process in psutil.process_iter(["cmdline"]):
+            if (process.info["cmdline"] or [""])[0].startswith(title):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def add_worker(self) -> None:
+        """One more raylet."""
+        self.workers.append(self.cluster.add_node(num_cpus=NODE_CPUS))
+
+    def lose_worker(self) -> None:
+        """A raylet and everything on it dies."""
+        self.cluster.remove_node(self.workers.pop(0), allow_graceful=False)
+
+    def states(self, stage: str) -> list[Any]:
+        """``StageState`` of every replica."""
+
+        def ask() -> list[Any]:
+            handle = serve.get_deployment_handle(stage, APP)
+            return list(handle.broadcast("state").results(timeout_s=20))
+
+        with ThreadPoolExecutor(1) as pool:  # Serve refuses to block a running event loop
+            return pool.submit(ask).result()
+
+    def at_work(self) -> int:
+        """Requests alive in any stage or engine."""
+        return sum(s.ongoing + s.engine.running + s.engine.queued for stage in STAGES for s in self.states(stage))
+
+    def object_store_bytes(self) -> float:
+        """Bytes in use in all object stores."""
+        total, free = ray.cluster_resources(), ray.available_resources()
+        return float(total["object_store_memory"] - free.get("object_store_memory", 0))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll; whether it came true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@contextmanager
+def ramp_cluster(workers: int, config: dict[str, Any]) -> Iterator[RampCluster]:
+    """A head with the proxy, ``workers`` raylets for the rest, and ``ramp`` ready on them."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "object_store_memory": 300 * 2**20, "include_dashboard": False},
+    )
+    port = free_port()
+    running = RampCluster(cluster, f"http://127.0.0.1:{port}")
+    try:
+        for _ in range(workers):
+            running.add_worker()
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        running.deploy(config)
+        if not wait_until(lambda: httpx.get(f"{running.url}/ready").status_code == 200, 60):
+            raise RuntimeError("ramp was not ready within 60 s")
+        yield running
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
