@@ -151,6 +151,7 @@ class Stage:
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
         if end is not None:
+            end.release()
             end.lost.cancel()  # its callback knows the run, and the run knows the end: a cycle that holds refs
         if not complete:
             run.abandon()

@@ -26,7 +26,7 @@ from omni_ray.errors import (
     StageTimeoutError,
 )
 from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturated
-from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost
+from omni_ray.serve.lifeline import ConsumerEnd, Latent, LifelineHost
 
 logger = logging.getLogger("ray.serve")
 
@@ -36,12 +36,12 @@ class Received:
     """An event and the means to say that its latent was read."""
 
     event: Event
-    end: ConsumerEnd | None
+    latent: Latent | None
 
     def read(self) -> None:
         """The latent behind the event's ref, if there is one, was used or is not wanted: the producer may go on."""
-        if self.end is not None and isinstance(self.event, OutputEvent) and self.event.ref is not None:
-            self.end.credit(self.event.ref_bytes)
+        if self.latent is not None:
+            self.latent.read()
 
 
 class StageClient:
@@ -113,7 +113,8 @@ class StageClient:
                 for event in batch:
                     if isinstance(event, Saturated):
                         raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
-                    yield Received(event, end)
+                    ref_bytes = event.ref_bytes if isinstance(event, OutputEvent) else 0
+                    yield Received(event, end.arrived(ref_bytes) if end is not None and ref_bytes else None)
                 limit = self._streaming.idle_timeout_s
         finally:
             response.cancel()

@@ -181,12 +181,18 @@ class StageRun:
                 self._end.note(output.rows.nbytes)
             event = await store_output(stage, output)
             self._refs.append(weakref.ref(event))
-            self.outbox.put(event)
+            self._put(event)
         elif isinstance(output, AudioChunk) and output.samples.nbytes > MAX_BATCH_BYTES:
             for piece in split_audio(output, MAX_BATCH_BYTES):
                 self.outbox.put(OutputEvent(stage, piece))
         else:
             self.outbox.put(OutputEvent(stage, output))
+
+    def _put(self, event: OutputEvent) -> None:
+        """Send an event that may hold a ref; only what is next to go out may be held, so nothing comes between."""
+        if self._end is not None and event.ref is not None:
+            self._end.hold(event.ref, event.ref_bytes)
+        self.outbox.put(event)
 
     def _wanted(self, stage: str, output: Output) -> bool:
         """Whether anybody downstream takes this output: a later stage takes all, the client its kind and the finish."""
@@ -253,7 +259,7 @@ class StageRun:
         if self._wanted(event.stage, event.output):
             if self._end is not None:
                 self._end.note(event.ref_bytes)
-            self.outbox.put(event)
+            self._put(event)
         elif self._envelope.records and recordable(event.output):
             self.outbox.put(RecordEvent(event.stage, event.output))
         queue = self._queues.get(event.stage)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -165,7 +166,7 @@ class TestWindow:
             blocked = asyncio.ensure_future(producer.acquire(1))
             await asyncio.sleep(0.03)
             assert not blocked.done()
-            end.credit(60)
+            end.arrived(60).read()
             await asyncio.wait_for(blocked, 1)
 
     async def test_small_credits_add_up(self, host: LifelineHost):
@@ -174,10 +175,10 @@ class TestWindow:
             blocked = asyncio.ensure_future(producer.acquire(50))
             await until(lambda: attached(end))
             for _ in range(4):
-                end.credit(10)
+                end.arrived(10).read()
             await asyncio.sleep(0.03)
             assert not blocked.done()
-            end.credit(10)
+            end.arrived(10).read()
             await asyncio.wait_for(blocked, 1)
 
     async def test_an_item_larger_than_the_window_passes_alone(self, host: LifelineHost):
@@ -186,13 +187,13 @@ class TestWindow:
             blocked = asyncio.ensure_future(producer.acquire(1))
             await asyncio.sleep(0.02)
             assert not blocked.done()
-            end.credit(1_000_000)
+            end.arrived(1_000_000).read()
             await asyncio.wait_for(blocked, 1)
 
     async def test_credit_before_the_producer_connects(self, host: LifelineHost):
         """The first events may be read before the lifeline is up: nothing of that may be forgotten."""
         async with host.open() as end:
-            end.credit(100)
+            end.arrived(100).read()
             async with following(end.address, window_bytes=100) as producer:
                 await producer.acquire(100)
                 await asyncio.wait_for(producer.acquire(100), 1)
@@ -203,7 +204,34 @@ class TestWindow:
         async with host.open() as end, following(end.address, window_bytes=2 * big) as producer:
             for _ in range(5):
                 await asyncio.wait_for(producer.acquire(big), 1)
-                end.credit(big)
+                end.arrived(big).read()
+
+
+class TestHeld:
+    """Ray frees an object that its owner dropped, whoever else has a ref to it; so refs are held until read."""
+
+    async def test_until_read_in_any_order(self, host: LifelineHost):
+        async with host.open() as end, following(end.address) as producer:
+            refs = [Ref() for _ in range(3)]
+            alive = [weakref.ref(ref) for ref in refs]
+            latents = []
+            for ref in refs:
+                producer.note(10)
+                producer.hold(ref, 10)
+                latents.append(end.arrived(10))
+            del refs, ref
+            latents[1].read()
+            await asyncio.sleep(0.03)
+            assert all(known() is not None for known in alive), "the first one is not read yet"
+            latents[0].read()
+            await until(lambda: alive[0]() is None and alive[1]() is None)
+            assert alive[2]() is not None
+            producer.release()
+            assert alive[2]() is None
+
+
+class Ref:
+    """Stands for an object ref: something that can be known weakly."""
 
 
 class TestDrained:
@@ -214,10 +242,10 @@ class TestDrained:
             await asyncio.wait_for(producer.drained(), 1)
             producer.note(100)
             draining = asyncio.ensure_future(producer.drained())
-            end.credit(60)
+            end.arrived(60).read()
             await asyncio.sleep(0.03)
             assert not draining.done()
-            end.credit(40)
+            end.arrived(40).read()
             await asyncio.wait_for(draining, 1)
 
     async def test_ends_with_the_consumer(self, host: LifelineHost):
