@@ -118,6 +118,13 @@ class ReplicaDiedError(StageFailedError):
         self.stage = stage
 
 
+class EngineDiedError(ReplicaDiedError):
+    """What an engine computes with (a child process, its thread) is gone, so every request in its replica is lost.
+
+    It never leaves the stage called ``stage``: the replica ends its process, which all its consumers notice at once.
+    """
+
+
 class TakeoverRefusedError(StageFailedError):
     """A replica died in mid-stream and no other one may go on with the request."""
 

@@ -77,11 +77,12 @@ class Served:
     def settled(self, stage: str, replicas: int) -> set[str]:
         """Replica tags of ``stage`` once ``replicas`` of them answer; dead ones linger in Serve's tables a while."""
         from ray.exceptions import RayActorError
+        from ray.serve.exceptions import DeploymentUnavailableError
 
         def all_answer() -> bool:
             try:
                 return len(self.states(stage)) == replicas
-            except RayActorError:
+            except (RayActorError, DeploymentUnavailableError):
                 return False
 
         wait_until(all_answer, 30)
@@ -108,12 +109,14 @@ def cluster() -> Iterator[str]:
     ray.init(
         address="local",
         num_cpus=64,
+        resources={"seat": 1},
         include_dashboard=False,
         object_store_memory=400 * 2**20,
         log_to_driver=False,
         logging_level="error",
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    # one proxy: a second node of this host would want the same port
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()

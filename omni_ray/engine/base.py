@@ -87,7 +87,12 @@ class Engine(ABC):
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Raise if the engine is dead or hung (work in hand, no output for ``stall_s``), never if idle or busy."""
+        """Raise if the engine is dead or hung (work in hand, no output for ``stall_s``), never if idle or busy.
+
+        Raises:
+            EngineDiedError: what it computes with is gone; ``generate`` raises it too, and the replica ends at once.
+            StageFailedError: it hangs.
+        """
 
     @abstractmethod
     def stats(self) -> EngineStats:

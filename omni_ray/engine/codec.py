@@ -80,6 +80,12 @@ class Codec(ABC):
             request's calls, one after the other, are what one call with all its units would have given.
         """
 
+    def check(self) -> None:  # noqa: B027 most codecs compute in this process
+        """Raise ``EngineDiedError`` if what the codec computes with is gone; cheap, on the event loop."""
+
+    def stop(self) -> None:  # noqa: B027
+        """Free everything; no step comes any more."""
+
     def close(self, state: Any) -> None:  # noqa: B027 most codecs hold nothing
         """The request is over, however it ended; runs in the decoding thread after any step in progress."""
 
@@ -248,6 +254,7 @@ class CodecEngine(Engine):
 
     async def check_health(self) -> None:
         """See ``Engine.check_health``."""
+        self._codec.check()
         self._admission.check()
 
     def stats(self) -> EngineStats:
@@ -257,6 +264,7 @@ class CodecEngine(Engine):
     async def stop(self) -> None:
         """See ``Engine.stop``."""
         self._batches.stop()
+        self._codec.stop()
 
     def _checked(self, output: Samples) -> Samples:
         stage, channels, samples = self.context.stage.name, self._codec.channels, np.asarray(output, np.float32)

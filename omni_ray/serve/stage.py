@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from omni_ray.engine.base import Engine, EngineContext, EngineStats
-from omni_ray.errors import OmniRayError, ReplicaDiedError, SaturatedError, StageFailedError
+from omni_ray.errors import EngineDiedError, OmniRayError, ReplicaDiedError, SaturatedError, StageFailedError
 from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
@@ -126,6 +128,10 @@ class Stage:
         except SaturatedError as error:
             outcome = "refused"
             yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
+        except EngineDiedError as error:
+            if error.stage == self._stage.name:
+                _leave(error)
+            raise
         except _ConsumerGone:
             raise  # to a consumer that lives and only lost its lifeline this is an error, never an end
         except OmniRayError:
@@ -171,12 +177,22 @@ class Stage:
         return StageState(self._replica, self._ongoing.total(), self._engine.stats(), **counts)
 
     async def check_health(self) -> None:
-        """Ray Serve's health check: the engine's own."""
+        """Ray Serve's health check: the engine's own. Serve replaces a replica that fails it three times in a row."""
         if self._engine is not None:
-            await self._engine.check_health()
+            try:
+                await self._engine.check_health()
+            except EngineDiedError as error:
+                _leave(error)
 
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook."""
         if self._engine is not None:
             await self._engine.stop()
             await self._lifelines.stop()
+
+
+def _leave(error: EngineDiedError) -> NoReturn:
+    """End this process: a replica without an engine must not be routed to until three health checks have failed."""
+    logger.critical("%s; this replica ends", error)
+    logging.shutdown()
+    os._exit(1)

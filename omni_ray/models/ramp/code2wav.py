@@ -13,8 +13,9 @@ from omni_ray.engine.base import EngineContext
 from omni_ray.engine.codec import DecodeItem, Samples, WindowCodec, WindowState
 from omni_ray.engine.rechunk import array_of
 from omni_ray.engine.types import Request
+from omni_ray.models.ramp.child import Child
 from omni_ray.models.ramp.options import Code2WavOptions, Faults
-from omni_ray.models.ramp.oracle import SAMPLES_PER_FRAME, samples
+from omni_ray.models.ramp.oracle import SAMPLES_PER_FRAME, decode_window
 from omni_ray.models.ramp.stages import faults_of
 
 
@@ -37,9 +38,22 @@ class RampCode2Wav(WindowCodec):
         self.sample_rate, self.channels = self._options.sample_rate, self._options.channels
         self.right_context = self._options.lookahead
         super().__init__(context)
+        self._child: Child | None = None
 
     def load(self) -> None:
-        """Nothing to load."""
+        """Nothing to load; starts the child process if there is to be one."""
+        if self._options.child:
+            self._child = Child(self.context.stage.name)
+
+    def check(self) -> None:
+        """See ``Codec.check``."""
+        if self._child is not None:
+            self._child.check()
+
+    def stop(self) -> None:
+        """See ``Codec.stop``."""
+        if self._child is not None:
+            self._child.stop()
 
     def open(self, request: Request) -> RampState:
         """See ``Codec.open``."""
@@ -69,7 +83,6 @@ class RampCode2Wav(WindowCodec):
         return [self._decode_window(window) for window in windows]
 
     def _decode_window(self, frames: NDArray[np.int64]) -> Samples:
-        pieces = [samples(int(tag), n * SAMPLES_PER_FRAME, (n + 1) * SAMPLES_PER_FRAME) for tag, n in frames.tolist()]
-        mono = np.concatenate(pieces)[: len(frames) * SAMPLES_PER_FRAME - self._options.deficit]
-        sound = mono.astype(np.float32) / np.float32(32767)
+        deficit = self._options.deficit
+        sound = decode_window(frames, deficit) if self._child is None else self._child.decode_window(frames, deficit)
         return np.stack([sound, -sound], axis=1) if self.channels == 2 else sound

@@ -71,6 +71,7 @@ class Code2WavOptions(CodecOptions):
     """``deficit`` samples missing at the end of every decoded window, ``lookahead`` frames needed on the right.
 
     ``frame_ms`` is the compute time of each new frame of a batch, as of a decoder on a CPU; ``delay_ms`` is a batch's.
+    With ``child`` windows are decoded in a child process, as an engine with worker processes does it.
     """
 
     max_num_seqs: int = Field(default=64, ge=1)
@@ -80,5 +81,6 @@ class Code2WavOptions(CodecOptions):
     lookahead: int = Field(default=0, ge=0)
     sample_rate: int = Field(default=24000, ge=1)
     channels: int = Field(default=1, ge=1, le=2)
+    child: bool = False
     faults: Faults = Faults()
     allow_request_faults: bool = False

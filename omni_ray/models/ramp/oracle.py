@@ -49,3 +49,10 @@ def pcm(text: str, voice: str = "a", frames_per_token: int = 3, deficit: int = 0
     """The whole answer as little-endian s16 mono."""
     frames = len(text.split()) * frames_per_token
     return samples(tag_of_text(text, voice), 0, frames * SAMPLES_PER_FRAME - deficit).astype("<i2").tobytes()
+
+
+def decode_window(frames: NDArray[np.int64], deficit: int) -> NDArray[np.float32]:
+    """Code frames [n, 2], ``(tag, frame number)`` each, to mono samples float32 [n * SAMPLES_PER_FRAME - deficit]."""
+    pieces = [samples(int(tag), n * SAMPLES_PER_FRAME, (n + 1) * SAMPLES_PER_FRAME) for tag, n in frames.tolist()]
+    mono = np.concatenate(pieces)[: len(frames) * SAMPLES_PER_FRAME - deficit]
+    return mono.astype(np.float32) / np.float32(32767)

@@ -1,0 +1,118 @@
+"""Changes under live streams: they finish where they run, new ones go to what is new. ``ramp``, real Ray Serve."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from omni_ray.config.pipeline import PipelineConfig
+from omni_ray.models.ramp import oracle
+from tests.conftest import Serving, wait_until
+from tests.serve.test_ramp import TEXT, ask_chat, chat, heard, parse_sse, speech
+
+WORDS = " ".join(f"w{k}" for k in range(60))
+SLOW = {"thinker": {"delay_ms": 70}}
+
+
+def config(talkers: int = 1, **ingress: Any) -> dict[str, Any]:
+    engine = {"allow_request_faults": True}
+    stages: dict[str, Any] = {name: {"engine": engine} for name in ("thinker", "talker", "code2wav")}
+    stages["talker"]["deployment"] = {"num_replicas": talkers}
+    return {"stages": stages, "ingress": {"grace_s": 60, **ingress}}
+
+
+def change(app_name: str, route: str, deploy: dict[str, Any]) -> None:
+    from ray import serve
+
+    from omni_ray.serve.builder import build_application
+    from omni_ray.serve.resolve import AppArgs
+
+    serve.run(build_application("ramp", AppArgs(deploy_config=deploy)), name=app_name, route_prefix=route)
+
+
+async def test_scaling_down_cuts_nobody(serving: Serving) -> None:
+    """C70: from three talkers to one; every stream finishes where it runs, for nothing may be taken over here."""
+    fixed = {"takeover": False, "retry": False}
+    app = serving("ramp", config(talkers=3, **fixed))
+    texts = [f"{WORDS} {k}" for k in range(9)]
+    async with app.async_client(timeout=120) as client:
+        running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
+        await asyncio.to_thread(wait_until, lambda: all(s.ongoing for s in app.states("talker")), 10)
+        before = {state.replica for state in app.states("talker")}
+        await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(talkers=1, **fixed))
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+        assert await asyncio.gather(*running) == [(oracle.pcm(text), text) for text in texts]
+    assert not before & app.settled("talker", 1)
+
+
+async def test_other_code_never_goes_on_with_a_request(serving: Serving) -> None:
+    """A talker of old code dies in its grace; only new code is there: one error event, no mixture of the two."""
+    app = serving("ramp", config(max_takeovers=3))
+    async with app.async_client(timeout=120) as client:
+        slow = {"thinker": {"delay_ms": 500}}  # half a minute: longer than the roll-out
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=chat(WORDS, ramp=slow)))
+        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == 1, 10)
+        await asyncio.sleep(1)
+        old = app.pids("talker")
+        changed = config(max_takeovers=3)
+        changed["stages"]["talker"]["engine"] = {"allow_request_faults": True, "frames_per_token": 4}
+        rolling = asyncio.create_task(asyncio.to_thread(change, app.name, httpx.URL(app.url).path, changed))
+        await asyncio.to_thread(wait_until, lambda: bool(set(app.pids("talker")) - set(old)), 25)
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        chunks = parse_sse((await running).text)
+        await rolling
+        (error,) = [chunk["error"] for chunk in chunks if "error" in chunk]
+        assert (error["code"], chunks[-1]["error"]) == (503, error)
+        assert "stage talker now runs other code" in error["message"]
+        assert oracle.pcm(WORDS).startswith(heard(chunks[:-1])[0])
+        pcm, text = await ask_chat(client, TEXT)
+        assert (pcm, text) == (oracle.pcm(TEXT, frames_per_token=4), TEXT)
+    await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(max_takeovers=3))
+
+
+async def test_another_schema_is_refused_before_output(serving: Serving) -> None:
+    """C70: a talker that expects version 2 of what the thinker sends: 503 before the first byte, the thinker stops.
+
+    The speech route, which does not cross that edge, goes on.
+    """
+    from ray import serve
+
+    from omni_ray.serve.builder import bind
+    from omni_ray.serve.resolve import AppArgs, resolve
+
+    app = serving("ramp", config(max_concurrent_requests=100))
+    resolved = resolve("ramp", AppArgs(deploy_config=config(max_concurrent_requests=100)))
+    newer = tuple(
+        replace(spec, pipeline=_with_schema(spec.pipeline, 2)) if spec.stage == "talker" else spec
+        for spec in resolved.stages
+    )
+    mixed = bind(replace(resolved, stages=newer))
+    await asyncio.to_thread(serve.run, mixed, name=app.name, route_prefix=httpx.URL(app.url).path)
+    async with app.async_client() as client:
+        for stream in (True, False):
+            answer = await client.post("/v1/chat/completions", json=chat(WORDS, stream=stream, ramp=SLOW))
+            assert answer.status_code == 503
+            message = answer.json()["error"]["message"]
+            assert "edge thinker -> talker: schema version 1 arrived, 2 is spoken here" in message
+        await asyncio.to_thread(wait_until, lambda: not any(app.working().values()), 2)
+        raw = await client.post("/v1/audio/speech", json=speech())
+        assert raw.content == oracle.pcm(TEXT)
+
+
+def _with_schema(pipeline: PipelineConfig, version: int) -> PipelineConfig:
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "inputs": tuple(
+                    edge.model_copy(update={"schema_version": version}) if edge.source == "thinker" else edge
+                    for edge in stage.inputs
+                )
+            }
+        )
+        for stage in pipeline.stages
+    )
+    return pipeline.model_copy(update={"stages": stages})

@@ -1,0 +1,191 @@
+"""Processes and nodes die or hang under live streams: nobody helps, nothing is lost. ``ramp``, real Ray Serve."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from omni_ray.models.ramp import oracle
+from tests.conftest import Served, Serving, free_port, wait_until
+from tests.serve.test_ramp import TEXT, ask_chat
+
+WORDS = " ".join(f"w{k}" for k in range(40))
+SLOW = {"thinker": {"delay_ms": 40}}
+
+
+def config(**code2wav: Any) -> dict[str, Any]:
+    quick = {"deployment": {"health_check_period_s": 0.5}}
+    engine = {"allow_request_faults": True, "stall_s": 1}
+    stages = {name: {**quick, "engine": engine} for name in ("thinker", "talker")}
+    return {"stages": {**stages, "code2wav": {**quick, "engine": {**engine, "chunk_frames": [1, 4], **code2wav}}}}
+
+
+@pytest.fixture
+def app(serving: Serving) -> Served:
+    return serving("ramp", config(child=True))
+
+
+def children(app: Served, stage: str) -> list[psutil.Process]:
+    return [child for pid in app.pids(stage) for child in psutil.Process(pid).children()]
+
+
+def ready(app: Served) -> int:
+    return httpx.get(f"{app.url}/ready").status_code
+
+
+async def under_way(app: Served) -> None:
+    """Wait until the last stage works, and has spoken."""
+    await asyncio.to_thread(wait_until, lambda: any(s.ongoing for s in app.states("code2wav")), 20)
+    await asyncio.sleep(0.5)
+
+
+async def test_an_engines_child_process_dies_idle(app: Served) -> None:
+    """C09: the replica is alive and its engine is not: it is replaced without a request having to fail first."""
+    before = app.replicas()
+    for child in children(app, "code2wav"):
+        child.kill()
+    await asyncio.to_thread(wait_until, lambda: app.settled("code2wav", 1) != set(before["code2wav"]), 30)
+    async with app.async_client() as client:
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+    after = app.replicas()
+    assert {stage for stage in after if after[stage] != before[stage]} == {"code2wav"}
+
+
+async def test_an_engines_child_process_dies_in_mid_stream(app: Served) -> None:
+    async with app.async_client(timeout=120) as client:
+        running = asyncio.create_task(ask_chat(client, WORDS, ramp=SLOW))
+        await under_way(app)
+        for child in children(app, "code2wav"):
+            child.kill()
+        assert await running == (oracle.pcm(WORDS), WORDS)
+
+
+async def test_a_hung_stage_is_replaced_and_a_busy_one_is_not(app: Served) -> None:
+    """C09: work in hand and no output for ``stall_s``; the stream goes on elsewhere. Slow steps are no hang."""
+    before = app.replicas()
+    async with app.async_client(timeout=120) as client:
+        busy = {"thinker": {"delay_ms": 700}, "talker": {"delay_ms": 300}, "code2wav": {"delay_ms": 600}}
+        few = " ".join(WORDS.split()[:4])
+        assert await ask_chat(client, few, ramp=busy) == (oracle.pcm(few), few)
+        assert app.replicas() == before
+        hang = {**SLOW, "talker": {"hang_at": 60, "attempts": 1}}
+        assert await ask_chat(client, WORDS, ramp=hang) == (oracle.pcm(WORDS), WORDS)
+    after = app.replicas()
+    assert {stage for stage in after if after[stage] != before[stage]} == {"talker"}
+
+
+async def test_ready_while_every_stage_answers(app: Served) -> None:
+    """C09, C73: a stage that does not answer makes us unready, with its name; liveness says nothing about stages."""
+    async with app.async_client() as client:
+        assert (await client.get("/ready")).status_code == 200
+        for pid in app.pids("code2wav"):
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(wait_until, lambda: ready(app) == 503, 10)
+            answer = await client.get("/ready")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert list(answer.json()["waiting"]) == ["code2wav"]
+            assert "did not answer" in answer.json()["waiting"]["code2wav"]
+            assert (await client.get("/health")).status_code == 200
+        finally:
+            for pid in app.pids("code2wav"):
+                os.kill(pid, signal.SIGCONT)
+        await asyncio.to_thread(wait_until, lambda: ready(app) == 200, 10)
+
+
+async def test_the_controller_dies(app: Served) -> None:
+    """Live streams go on without it, new ones start, and it comes back."""
+    (controller,) = [p for p in psutil.Process().children(recursive=True) if "ServeController" in "".join(p.cmdline())]
+    async with app.async_client(timeout=120) as client:
+        running = asyncio.create_task(ask_chat(client, WORDS, ramp=SLOW))
+        await under_way(app)
+        controller.kill()
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+        assert await running == (oracle.pcm(WORDS), WORDS)
+
+        def answers() -> bool:
+            from ray import serve
+
+            return serve.status().applications[app.name].status.value == "RUNNING"
+
+        await asyncio.to_thread(wait_until, answers, 30)
+        for pid in app.pids("talker"):  # it does its work again
+            os.kill(pid, signal.SIGKILL)
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+
+
+@contextmanager
+def second_node() -> Iterator[psutil.Process]:
+    """A node beside the test cluster's, with one seat; yields the process of ``ray start --block``."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [
+        Path(sys.executable).parent / "ray", "start", f"--address={address}", "--num-cpus=8", '--resources={"seat": 1}',
+        f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}",
+        f"--metrics-export-port={free_port()}", "--object-store-memory=80000000", "--disable-usage-stats", "--block",
+    ]  # fmt: skip
+    alive = sum(node["Alive"] for node in ray.nodes())
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([str(word) for word in command], start_new_session=True, **quiet)  # type: ignore[call-overload]
+    tree = psutil.Process(process.pid)
+    try:
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == alive + 1, 30)
+        yield tree
+    finally:
+        lose(tree)
+        process.wait(30)
+
+
+def lose(node: psutil.Process) -> None:
+    """Everything of a node is gone at once."""
+    if not node.is_running():
+        return
+    for process in [node, *node.children(recursive=True)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def seated() -> dict[str, Any]:
+    """Two talkers, one seat each: one per node."""
+    deploy = config()
+    deploy["stages"]["talker"]["deployment"] = {"num_replicas": 2, "ray_actor_options": {"resources": {"seat": 1}}}
+    return {**deploy, "ingress": {"grace_s": 30}}
+
+
+async def test_a_node_leaves_and_another_one_is_lost(serving: Serving) -> None:
+    """SIGTERM to a node's Ray: live streams finish on it. A node that vanishes: they are taken over."""
+    texts = [f"{WORDS} {k}" for k in range(8)]
+    expected = [(oracle.pcm(text), text) for text in texts]
+    with second_node() as node:
+        app = serving("ramp", seated())
+        app.settled("talker", 2)
+        app.settled("code2wav", 1)
+        begun = app.states("code2wav")[0].started
+        async with app.async_client(timeout=120) as client:
+            running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
+            await under_way(app)
+            assert all(state.ongoing for state in app.states("talker"))
+            node.terminate()
+            assert await asyncio.gather(*running) == expected
+            assert app.states("code2wav")[0].started == begun + len(texts), "a stream had to be taken over"
+    with second_node() as node:
+        app.settled("talker", 2)
+        async with app.async_client(timeout=120) as client:
+            running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
+            await under_way(app)
+            assert all(state.ongoing for state in app.states("talker"))
+            lose(node)
+            assert await asyncio.gather(*running) == expected
+            assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
