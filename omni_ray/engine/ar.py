@@ -23,7 +23,7 @@ from omni_ray.engine.options import AROptions, CodecLMOptions
 from omni_ray.engine.prompts import only_prompt
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.threads import Threads
-from omni_ray.engine.types import Finish, Output, Request
+from omni_ray.engine.types import CodeFrameChunk, Finish, Output, Request
 from omni_ray.errors import ConfigError, StageFailedError
 
 __all__ = ["AREngine", "ARModel", "CodecLM"]
@@ -41,7 +41,12 @@ class AREngine(Engine):
     A codec LM (``CodecLM``) takes a prompt, then feeds, from one source, while it runs; a row whose next unit has not
     come waits, and the end of the source is the end of its feed. Chunks carry one frame each, by ``FrameSteps``'
     limits; the source is closed as soon as the row is over.
+
+    A request that goes on after its replica died gets its record back: tokens in order behind the prompt's outputs,
+    frames at once. A row that had ended makes no step. See ``Steps`` for how exact it is.
     """
+
+    resumable = "replay"
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -89,9 +94,14 @@ class AREngine(Engine):
             InvalidRequestError: the prompt does not fit in ``max_model_len`` with one token of answer.
             StageFailedError: the model gave NaN, the engine was stopped, or there was no prompt or one too many.
         """
+        if resume is not None and resume.frames is not None:
+            yield CodeFrameChunk(0, resume.frames)
+        if self._fed and resume is not None and resume.finish is not None:
+            yield resume.finish
+            return
         async with self._admission.place(request):
             with ExitStack() as busy:
-                stream = RowStream(request, self._decode_loop, self._admission, busy)
+                stream = RowStream(request, resume, self._decode_loop, self._admission, busy)
                 # One task reads the source from its first item to its end: generators may hold timeouts and tasks.
                 reader = asyncio.create_task(self._read(stream, inputs))
                 try:
@@ -99,7 +109,10 @@ class AREngine(Engine):
                         output = await stream.outputs.get()
                         if isinstance(output, Exception):
                             raise output
-                        yield output
+                        if resume is not None and not resume.agrees(output):
+                            raise StageFailedError(f"stage {self._name} answers otherwise than the replica that died")
+                        if resume is None or not resume.has_frame(output):
+                            yield output
                         if isinstance(output, Finish):
                             return
                 finally:
@@ -164,7 +177,7 @@ def _deliver(mail: Mail) -> None:
 def _steps(stage: str, model: SlotModel, options: AROptions) -> Steps:
     """What a step is, by the kind of model."""
     if isinstance(model, ARModel):
-        return TextSteps(model, options.max_model_len)
+        return TextSteps(model, options)
     if not isinstance(model, CodecLM):
         raise ConfigError([f"stage {stage!r}: {type(model).__name__} is neither an ARModel nor a CodecLM"])
     if not isinstance(options, CodecLMOptions):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class FrameSteps(Steps):
     model: CodecLM
 
     def __init__(self, model: CodecLM, options: CodecLMOptions) -> None:
-        super().__init__(model, options.max_model_len)
+        super().__init__(model, options)
         self._base_frames, self._frames_per_unit = options.base_frames, options.frames_per_unit
 
     def set_up(self, row: Row) -> None:
@@ -52,7 +53,15 @@ class FrameSteps(Steps):
     def prompt_done(self, row: Row, result: Any) -> Advance:
         """Nothing comes of a prompt alone; a step follows when the first unit is there."""
         self.model.sample_as(row.slot, row.request)
+        if not self.exact:
+            row.count = row.recorded = _known(row)
         return self._over(row)
+
+    def catch_up(self, row: Row, end: int) -> None:
+        """See ``Steps.catch_up``."""
+        assert row.resume is not None
+        assert row.resume.frames is not None
+        self.model.follow(row.slot, torch.from_numpy(row.resume.frames[row.replayed : end]), row.replayed)
 
     def ready(self, row: Row) -> bool:
         """Whether the unit of the row's next step has come, or none is needed any more."""
@@ -73,7 +82,10 @@ class FrameSteps(Steps):
             return Advance([], "stop")
         chunk = CodeFrameChunk(row.count, result.frame[None])
         row.count += 1
-        row.lead.emitted(row.count / self.model.frame_rate)
+        if (
+            new := row.count - _known(row)
+        ) > 0:  # a listener waits for the first one of these, however much came before
+            row.lead.emitted(new / self.model.frame_rate)
         return Advance([chunk], self._over(row).reason)
 
     def usage(self, row: Row) -> Usage:
@@ -99,3 +111,8 @@ class FrameSteps(Steps):
         if row.feed_ended and row.units == 0:
             return Advance(reason="stop")
         return Advance(reason="length" if row.count >= row.limit else None)
+
+
+def _known(row: Row) -> int:
+    """Frames that the listener's side has from an earlier attempt."""
+    return 0 if row.resume is None or row.resume.frames is None else len(row.resume.frames)

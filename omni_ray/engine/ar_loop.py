@@ -21,7 +21,7 @@ from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.ar_row import Advance, Mail, News, Row, Steps, Waiting
 from omni_ray.engine.ar_selftest import self_test
 from omni_ray.engine.types import Finish
-from omni_ray.errors import StageFailedError
+from omni_ray.errors import EngineDiedError, StageFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._over: str | None = None
+        self._died = False
         self._thread: threading.Thread | None = None
         # Below: the thread's own.
         self._mail: list[tuple[Row, Sequence[News]]] = []
@@ -85,9 +86,13 @@ class DecodeLoop:
         self._inbox.put(Letter(row, "cancel"))
 
     def check(self) -> None:
-        """Raise ``StageFailedError`` if the thread takes no rows any more."""
+        """Raise ``StageFailedError`` if the thread takes no rows any more; ``EngineDiedError`` if nobody stopped it."""
         if self._over is not None:
-            raise StageFailedError(self._over)
+            raise self._error()
+
+    def _error(self) -> StageFailedError:
+        assert self._over is not None
+        return EngineDiedError(self._over, stage=self._name) if self._died else StageFailedError(self._over)
 
     def stop(self, wait_s: float) -> None:
         """Fail all rows and end the thread after its running step; blocking, at most ``wait_s``."""
@@ -117,11 +122,13 @@ class DecodeLoop:
                 while self._receive():
                     self._drop_cancelled()
                     self._prefill()
+                    self._catch_up()
                     self._send()
                     self._decode()
             except Exception:
-                # Not a request's error but the loop's own: `check` reports it, and the replica is replaced.
+                # Not a request's error but the loop's own: the replica is replaced.
                 logger.exception("stage %s: the decode loop died", self._name)
+                self._died = True
                 self._close(f"stage {self._name}: the decode loop died")
             self._fail_all()
             self._send()
@@ -210,9 +217,23 @@ class DecodeLoop:
         self._decoding.append(row)
         self._take(row, self._steps.prompt_done(row, result))
 
+    def _catch_up(self) -> None:
+        """Take ``PREFILL_CHUNK`` positions of one record in, of the most urgent row that goes on here."""
+        rows = [row for row in self._decoding if row.behind and self._steps.ready(row)]
+        if rows:
+            row = _most_urgent(rows)
+            self._alone(row, self._replay, row)
+
+    def _replay(self, row: Row) -> None:
+        end = min(row.recorded, row.replayed + PREFILL_CHUNK)
+        self._steps.catch_up(row, end)
+        row.replayed = end
+        self._mail.append((row, ()))
+
     def _decode(self) -> None:
         """One step of every row that can make one."""
-        rows = sorted((row for row in self._decoding if self._steps.ready(row)), key=lambda row: row.slot)
+        can = (row for row in self._decoding if self._steps.ready(row) and not row.behind)
+        rows = sorted(can, key=lambda row: row.slot)
         if not rows or (self._prefilling and all(row.lead.ahead() for row in rows)):
             return
         try:
@@ -260,8 +281,7 @@ class DecodeLoop:
 
     def _fail_all(self) -> None:
         """Give every row that is left the reason why the loop is over."""
-        assert self._over is not None
-        error = StageFailedError(self._over)
+        error = self._error()
         for row in (*self._prefilling, *self._decoding):
             self._leave(row, error)
         late: Sequence[Letter | None] = [self._inbox.get() for _ in range(self._inbox.qsize())]

@@ -107,6 +107,13 @@ class ARModel(SlotModel):
             float32 logits [vocabulary] of the piece's last position.
         """
 
+    def follow(self, slot: int, ids: Sequence[int], start: int) -> None:
+        """Compute tokens of an answer that began elsewhere, many at once, at positions ``start ..`` behind the prompt.
+
+        Prepared prompts that are no list of ids override it.
+        """
+        self.prefill(slot, list(ids), start)
+
     def prompt_outputs(self, slot: int) -> Sequence[Chunk]:
         """What the stage gives out besides text once the prompt is computed (hidden rows, say); before any token."""
         return ()
@@ -170,6 +177,16 @@ class CodecLM(SlotModel):
     @abstractmethod
     def end_feed(self, slot: int) -> None:
         """No unit comes any more."""
+
+    @abstractmethod
+    def follow(self, slot: int, frames: Tensor, start: int) -> None:
+        """Take steps whose frames are known, many at once: an answer that began elsewhere goes on here.
+
+        Args:
+            slot: with the units of all these steps there, or its feed ended.
+            frames: int64 [n, codebooks], of steps ``start ..``.
+            start: number of the first.
+        """
 
     @abstractmethod
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from omni_ray.engine.ar_model import Prepared, SlotModel
 from omni_ray.engine.lead import Lead
+from omni_ray.engine.options import AROptions
 from omni_ray.engine.prompts import room_for_answer
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import FinishReason, Output, Request
 
 
@@ -28,15 +30,17 @@ Mail = Sequence[tuple["Row", Sequence[News]]]
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One request in the loop. The owner sets the first four and may ``prepare`` it; then all others are the loop's.
+    """One request in the loop. The owner sets the first five and may ``prepare`` it; then all others are the loop's.
 
     Attributes:
         prompt: what ``SlotModel.encode`` takes.
         deliver: takes the row's news, on the owner's side; empty if the row only got on.
+        resume: what the request's last attempt had made, if it goes on here.
         cancelled: set by ``DecodeLoop.cancel`` at any time; the row is gone before the next step.
         slot: its place in the model's KV cache, -1 before it has one.
         prepared: the prompt as the model computes it, ``length`` positions, ``computed`` of which are in the slot.
         count: tokens or frames made so far, at most ``limit``.
+        recorded: how many of them the slot must take in before the next step; ``replayed`` of them are.
         state: what ``Steps`` keeps for the row.
         early: items that were fed before the row had a slot. ``items`` counts all, ``units`` what they were worth.
         feed_ended: no item comes any more.
@@ -46,6 +50,7 @@ class Row:
     request: Request
     prompt: Any
     deliver: Deliver
+    resume: Resume | None = None
     cancelled: bool = False
     slot: int = -1
     prepared: Prepared = ()
@@ -53,6 +58,8 @@ class Row:
     computed: int = 0
     count: int = 0
     limit: int = 0
+    recorded: int = 0
+    replayed: int = 0
     state: Any = None
     early: list[Any] = field(default_factory=list)
     items: int = 0
@@ -62,6 +69,11 @@ class Row:
 
     def __post_init__(self) -> None:
         self.lead = Lead(self.request)
+
+    @property
+    def behind(self) -> bool:
+        """Whether it must catch up with its record before it can step."""
+        return self.replayed < self.recorded
 
 
 @dataclass(slots=True)
@@ -73,11 +85,16 @@ class Advance:
 
 
 class Steps(ABC):
-    """One kind of model: how a row starts, when it may step, and what becomes of a step's result."""
+    """One kind of model: how a row starts, when it may step, and what becomes of a step's result.
 
-    def __init__(self, model: SlotModel, max_model_len: int) -> None:
+    A row with a ``resume`` takes its record in as it would take a prompt, many positions at once (``catch_up``). That
+    rounds otherwise than the steps did, so with ``exact`` the row makes its steps again instead.
+    """
+
+    def __init__(self, model: SlotModel, options: AROptions) -> None:
         self.model = model
-        self.max_model_len = max_model_len
+        self.max_model_len = options.max_model_len
+        self.exact = options.deterministic
 
     def prepare(self, row: Row) -> None:
         """Encode the row's prompt and check its length.
@@ -109,8 +126,12 @@ class Steps(ABC):
         """The whole prompt is computed; ``result`` is the last piece's."""
 
     def ready(self, row: Row) -> bool:
-        """Whether the row can make a step now."""
+        """Whether the row can make a step now, but for what it has to catch up with."""
         return True
+
+    @abstractmethod
+    def catch_up(self, row: Row, end: int) -> None:
+        """Take the record's tokens or frames ``row.replayed .. end - 1`` into the slot; the row is ``ready``."""
 
     @abstractmethod
     def step(self, rows: Sequence[Row]) -> Sequence[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.ar_loop import DecodeLoop
 from omni_ray.engine.ar_row import News, Row, Waiting
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, Output, Request
 
 
@@ -18,9 +19,12 @@ class RowStream:
     hang is noticed; a row that waits for its feed hangs nobody.
     """
 
-    def __init__(self, request: Request, loop: DecodeLoop, admission: Admission, busy: ExitStack) -> None:
+    def __init__(
+        self, request: Request, resume: Resume | None, loop: DecodeLoop, admission: Admission, busy: ExitStack
+    ) -> None:
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._request = request
+        self._resume = resume
         self._loop = loop
         self._admission = admission
         self._busy = busy
@@ -31,7 +35,7 @@ class RowStream:
 
     def row(self, prompt: Any) -> Row:
         """The row, not yet in the loop."""
-        return Row(self._request, prompt, self.deliver)
+        return Row(self._request, prompt, self.deliver, self._resume)
 
     def open(self, row: Row) -> None:
         """Submit the row.

@@ -62,9 +62,33 @@ class TextSteps(Steps):
             replace(output, limit=row.limit) if isinstance(output, PromptChunk) else output
             for output in self.model.prompt_outputs(row.slot)
         ]
-        (drawn,) = self._draw([row], result[None])
-        first = self.advance(row, drawn)
-        return Advance([*outputs, *first.outputs], first.reason)
+        if row.resume is not None and row.resume.finish is not None:
+            row.count = row.resume.finish.usage.completion_tokens
+            return Advance([*outputs, *row.resume.text], row.resume.finish.reason)
+        made = self._go_on(row)
+        if made is None:
+            (drawn,) = self._draw([row], result[None])
+            made = self.advance(row, drawn)
+        return Advance([*outputs, *made.outputs], made.reason)
+
+    def _go_on(self, row: Row) -> Advance | None:
+        """Take the tokens of the row's record as if they had just been drawn; None if there are none to take."""
+        if self.exact or row.resume is None or not row.resume.token_ids:
+            return None
+        made = Advance()
+        for token in row.resume.token_ids:
+            taken = self._take(row, token)
+            made.outputs += taken.outputs
+            if taken.reason is not None:
+                made.reason = taken.reason
+                return made
+        row.recorded = row.count - 1  # the last one is computed by the step that follows it
+        return made
+
+    def catch_up(self, row: Row, end: int) -> None:
+        """See ``Steps.catch_up``."""
+        assert row.resume is not None
+        self.model.follow(row.slot, row.resume.token_ids[row.replayed : end], row.length + row.replayed)
 
     def step(self, rows: Sequence[Row]) -> Sequence[Drawn]:
         """A token of each row."""
@@ -88,10 +112,12 @@ class TextSteps(Steps):
 
     def advance(self, row: Row, result: Drawn) -> Advance:
         """Take the row's next token and its text."""
-        state: TextState = row.state
-        token = result.token
-        if token == NOT_A_NUMBER:
+        if result.token == NOT_A_NUMBER:
             raise StageFailedError(f"the model's logits at position {row.count} hold NaN or infinity")
+        return self._take(row, result.token)
+
+    def _take(self, row: Row, token: int) -> Advance:
+        state: TextState = row.state
         if state.seen is not None:
             state.seen[row.count - row.limit] = token
         row.count += 1

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_ray.engine.types import Finish, TextChunk, TranscriptChunk
+from omni_ray.engine.types import CodeFrameChunk, Finish, Output, TextChunk, TranscriptChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +34,16 @@ class Resume:
     def token_ids(self) -> tuple[int, ...]:
         """Tokens of ``text``, the first one at position 0."""
         return tuple(chain.from_iterable(chunk.token_ids for chunk in self.text))
+
+    def has_frame(self, output: Output) -> bool:
+        """Whether this is a code frame that is here already."""
+        return isinstance(output, CodeFrameChunk) and self.frames is not None and output.position < len(self.frames)
+
+    def agrees(self, output: Output) -> bool:
+        """Whether tokens or frames that were made again are those that were made before, as far as they are here."""
+        if isinstance(output, CodeFrameChunk) and self.frames is not None:
+            known = self.frames[output.position : output.position + len(output.frames)]
+            return np.array_equal(output.frames[: len(known)], known)
+        if isinstance(output, TextChunk):
+            return all(a == b for a, b in zip(output.token_ids, self.token_ids[output.position :], strict=False))
+        return True

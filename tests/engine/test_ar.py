@@ -20,9 +20,10 @@ from omni_ray.engine.base import EngineContext
 from omni_ray.engine.detokenizer import Detokenizer
 from omni_ray.engine.noise import gumbel
 from omni_ray.engine.options import AROptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
 from omni_ray.engine.types import Finish, Output, Request, TextChunk
-from omni_ray.errors import InvalidRequestError, OmniRayError, SaturatedError, StageFailedError
+from omni_ray.errors import EngineDiedError, InvalidRequestError, OmniRayError, SaturatedError, StageFailedError
 
 ALPHABET = "!" + string.ascii_letters + string.digits + " .,?"  # id 0 is an ordinary token (cases.md C24)
 STOP = len(ALPHABET)
@@ -149,9 +150,11 @@ async def one(prompt: Any) -> AsyncIterator[Any]:
     yield prompt
 
 
-def run(engine: AREngine, ask: Ask, sampling: SamplingParams = GREEDY, seed: int = 1) -> Any:
+def run(
+    engine: AREngine, ask: Ask, sampling: SamplingParams = GREEDY, seed: int = 1, resume: Resume | None = None
+) -> Any:
     request = Request(request_id="r", seed=seed, sampling=sampling)
-    return engine.generate(request, {"request": one(ask)})
+    return engine.generate(request, {"request": one(ask)}, resume)
 
 
 async def collect(outputs: AsyncIterator[Output]) -> tuple[str, list[int], Finish]:
@@ -560,3 +563,102 @@ def test_detokenizer_holds_ids_with_their_text() -> None:
 def test_request_defaults_are_openai_s() -> None:
     assert Sampler.of(Request("r", 5)) == Sampler(5, 1.0, None, 1.0, 1.0)
     assert replace(Sampler(5), temperature=0).temperature == 0
+
+
+class TestResume:
+    """A request goes on where another replica died: the same answer, and only what is new is computed."""
+
+    ANSWER = "how much wood would a woodchuck chuck, if a woodchuck could chuck wood? " * 3
+
+    async def record(self, engine: AREngine, tokens: int, ask: Ask, **more: Any) -> tuple[Any, Resume]:
+        """The undisturbed answer, and the record of its first chunks, ``tokens`` tokens or a few more."""
+        outputs = [output async for output in run(engine, ask, **more)]
+        text: list[TextChunk] = []
+        for output in outputs:
+            if isinstance(output, TextChunk) and sum(len(chunk.token_ids) for chunk in text) < tokens:
+                text.append(output)
+        return outputs, Resume(text=tuple(text))
+
+    @pytest.mark.parametrize("tokens", [1, 2, 130, 200])
+    async def test_goes_on_behind_its_record(self, start: Any, tokens: int) -> None:
+        engine, ask = await start(), Ask([*ids(self.ANSWER), EURO, EURO + 1, EURO + 2])
+        whole, resume = await self.record(engine, tokens, ask)
+        Toy.latest.batches.clear()
+        assert [output async for output in run(engine, ask, resume=resume)] == whole
+        assert len(Toy.latest.batches) == len(ask.answer) + 1 - len(resume.token_ids)
+
+    async def test_the_penalty_knows_the_record(self, start: Any) -> None:
+        engine, ask = await start(), Ask(ids("abc"), broken="flat")
+        how = {"sampling": SamplingParams(repetition_penalty=1.3, max_tokens=40), "seed": 3}
+        whole, resume = await self.record(engine, 20, ask, **how)
+        assert [output async for output in run(engine, ask, resume=resume, **how)] == whole
+
+    async def test_deterministic_makes_every_step_again(self, start: Any) -> None:
+        """Steps and prompts round differently, so equal bytes need equal calls."""
+        engine, ask = await start(deterministic=True), Ask(ids(self.ANSWER))
+        whole, resume = await self.record(engine, 50, ask)
+        Toy.latest.batches.clear()
+        assert [output async for output in run(engine, ask, resume=resume)] == whole
+        assert len(Toy.latest.batches) == len(ask.answer)
+
+    async def test_another_answer_is_refused(self, start: Any) -> None:
+        """Deterministic, and yet not the same: an error, not a text that changes in the middle."""
+        engine = await start(deterministic=True)
+        _, resume = await self.record(engine, 5, Ask(ids("hello world")))
+        with pytest.raises(StageFailedError, match="otherwise than the replica that died"):
+            await collect(run(engine, Ask(ids("help world")), resume=resume))
+
+    @pytest.mark.parametrize("limit", [20, None])
+    async def test_an_answer_that_had_ended_makes_no_step(self, start: Any, limit: int | None) -> None:
+        engine, ask = await start(), Ask(ids("one two three four five"))
+        whole = [output async for output in run(engine, ask, SamplingParams(temperature=0, max_tokens=limit))]
+        assert isinstance(whole[-1], Finish)
+        Toy.latest.batches.clear()
+        resume = Resume(text=tuple(chunk for chunk in whole if isinstance(chunk, TextChunk)), finish=whole[-1])
+        assert [output async for output in run(engine, ask, resume=resume)] == whole
+        assert not Toy.latest.batches
+
+    async def test_a_limit_reached_in_the_record(self, start: Any) -> None:
+        """All tokens had come, but not the end."""
+        engine, ask = await start(), Ask(ids("one two three four five"))
+        how = {"sampling": SamplingParams(temperature=0, max_tokens=7)}
+        whole, resume = await self.record(engine, 99, ask, **how)
+        assert [output async for output in run(engine, ask, resume=resume, **how)] == whole
+
+    async def test_others_go_on_meanwhile(self, start: Any) -> None:
+        engine, ask = await start(), Ask(ids(self.ANSWER))
+        _, resume = await self.record(engine, 200, ask)
+        both = [collect(run(engine, ask, resume=part)) for part in (resume, None, resume, None)]
+        answers = await asyncio.gather(*both)
+        assert {answer[0] for answer in answers} == {self.ANSWER}
+
+
+async def test_a_loop_that_died_is_a_dead_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a request's error: every request in it and every later one fails, so the replica must go."""
+    engine = await start()
+    monkeypatch.setattr(engine._decode_loop, "_drop_cancelled", lambda: 1 / 0)
+    with pytest.raises(EngineDiedError, match="the decode loop died"):
+        await collect(run(engine, Ask(ids("hello"))))
+    with pytest.raises(EngineDiedError) as info:
+        await engine.check_health()
+    assert info.value.stage == "thinker"
+
+
+async def test_hung_is_unhealthy_busy_and_idle_are_not(start: Any) -> None:
+    """C09: a step that does not return within ``stall_s``, whoever still waits for it."""
+    engine = await start(stall_s=0.2)
+    await engine.check_health()
+    slow = asyncio.create_task(collect(run(engine, Ask(ids("hello there")))))
+    Toy.latest.gate = threading.Semaphore(0)
+    for _ in range(6):  # a step every tenth of a second: slow, and no hang
+        Toy.latest.gate.release()
+        await asyncio.sleep(0.1)
+        await engine.check_health()
+    await asyncio.sleep(0.3)
+    with pytest.raises(StageFailedError, match="hangs"):
+        await engine.check_health()
+    Toy.latest.gate.release(1000)
+    await slow
+    await engine.check_health()
+    await asyncio.sleep(0.25)
+    await engine.check_health()

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from omni_ray.engine.ar import AREngine, CodecLM
 from omni_ray.engine.ar_model import PREFILL_CHUNK, FrameStep, Probe
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import AROptions, CodecLMOptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.torch_sampler import RowSampling, draw
 from omni_ray.engine.types import CodeFrameChunk, Finish, Request
 from omni_ray.errors import ConfigError, InvalidRequestError, StageFailedError
@@ -102,6 +104,15 @@ class Toy(CodecLM):
     def end_feed(self, slot: int) -> None:
         self.ended.add(slot)
 
+    def follow(self, slot: int, frames: Tensor, start: int) -> None:
+        assert self.computed[slot] == self.prompts[slot].ask.size
+        assert start == self.steps[slot]
+        assert len(frames) <= PREFILL_CHUNK
+        units = self.units[slot][start : start + len(frames)]
+        assert len(units) == len(frames) or slot in self.ended
+        assert frames[:, 0].tolist() == units + [PAD] * (len(frames) - len(units))
+        self.steps[slot] += len(frames)
+
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
         assert list(slots) == sorted(set(slots))
         assert self.gate.acquire(timeout=10)
@@ -174,9 +185,16 @@ class Pipe:
             self.closed = True
 
 
-def run(engine: AREngine, items: AsyncIterator[Any], seed: int = 1, priority: int = 0, **given: Any) -> Any:
+def run(
+    engine: AREngine,
+    items: AsyncIterator[Any],
+    seed: int = 1,
+    priority: int = 0,
+    resume: Resume | None = None,
+    **given: Any,
+) -> Any:
     sampling = SamplingParams(**{"temperature": 0, **given})
-    return engine.generate(Request("r", seed, priority=priority, sampling=sampling), {"thinker": items})
+    return engine.generate(Request("r", seed, priority=priority, sampling=sampling), {"thinker": items}, resume)
 
 
 async def collect(outputs: AsyncIterator[Any]) -> tuple[list[int], list[int], Finish]:
@@ -472,3 +490,52 @@ async def test_prompts_of_chat_go_before_those_of_batch_work(start: Any) -> None
     diary = await diary_of(start, Diary, (300, 2), (400, 2), (500, 0))
     prompts = [entry for entry in diary if entry.startswith("prompt")]
     assert prompts == ["prompt 500"] * 4 + ["prompt 300"] * 3 + ["prompt 400"] * 4
+
+
+class TestResume:
+    """A request goes on where another replica died: its frames at once, then the ones that were still to come."""
+
+    async def made(self, outputs: AsyncIterator[Any]) -> tuple[np.ndarray, Finish]:
+        frames, finish = [], None
+        async for output in outputs:
+            if isinstance(output, CodeFrameChunk):
+                assert output.position == sum(map(len, frames))
+                frames.append(output.frames)
+            else:
+                finish = output
+        assert isinstance(finish, Finish)
+        return np.concatenate(frames), finish
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize("known", [1, 7, 140, 150])
+    async def test_goes_on_behind_its_record(self, start: Any, known: int, deterministic: bool) -> None:
+        engine = await start(deterministic=deterministic, base_frames=200, max_model_len=400)
+        how = {"temperature": 1.0, "top_k": 20, "seed": 5}
+        feed = [Ask(frames=150), [1, 2, 3], list(range(10, 100)), [7]]
+        frames, finish = await self.made(run(engine, source(*feed), **how))
+        Toy.latest.batches.clear()
+        resume = Resume(frames=frames[:known])
+        again, ended = await self.made(run(engine, source(*feed), resume=resume, **how))
+        assert np.array_equal(again, frames)
+        assert ended == finish
+        assert len(Toy.latest.batches) == 151 - (0 if deterministic else known)
+
+    async def test_its_frames_come_before_its_text(self, start: Any) -> None:
+        """The codec behind it can rebuild its state while the talker still waits for what it is to speak."""
+        engine, pipe = await start(), Pipe()
+        outputs = run(engine, pipe.read(), resume=Resume(frames=np.array([[1, 0], [2, 0]])))
+        async with aclosing(outputs), asyncio.timeout(5):
+            first = await anext(outputs)
+            assert first.frames.tolist() == [[1, 0], [2, 0]]
+            for item in (Ask(frames=3), [1], [2, 3]):
+                await pipe.queue.put(item)
+            assert (await anext(outputs)).position == 2
+
+    async def test_an_answer_that_had_ended_asks_for_nothing(self, start: Any) -> None:
+        engine, pipe = await start(), Pipe()
+        frames, end = np.array([[1, 0], [2, 0]]), Finish("length")
+        outputs = run(engine, pipe.read(), resume=Resume(frames=frames, finish=end))
+        again, finish = await self.made(outputs)
+        assert np.array_equal(again, frames)
+        assert finish == end
+        assert not Toy.latest.batches

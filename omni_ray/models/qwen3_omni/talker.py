@@ -250,6 +250,20 @@ class Qwen3OmniTalker(CodecLM):
         ended = (first == self._stop).tolist()
         return FrameStep(frames, ended, torch.isfinite(evidence.sum(-1)).tolist(), evidence)
 
+    def follow(self, slot: int, frames: Tensor, start: int) -> None:
+        """See ``CodecLM.follow``: a piece as in ``prefill``, each position the frame before it plus its text token."""
+        speech, codes = self._slots[slot], frames.to(self._device)
+        sums = self._predictor.embedded(self._codec(codes[:, 0]), codes[:, 1:])
+        steps = torch.arange(start, start + len(codes), device=self._device)
+        text = self._text[torch.tensor([self._text_of(speech, step) for step in steps.tolist()], device=self._device)]
+        embeds = torch.cat((self._last[slot][None], sums[:-1])) + text
+        positions = (speech.length + steps)[None]
+        axes = (positions + speech.delta).float().expand(3, -1)[:, None]
+        reach = speech.length + start + len(codes)
+        self._talker.forward(embeds[None], axes, positions, range(slot, slot + 1), reach)
+        self._said[slot, codes[:, 0]] = True
+        self._last[slot] = sums[-1]
+
     def _text_of(self, speech: Speech, step: int) -> int:
         """The text token that a step takes in; the engine makes no step before it is there, or the text is over."""
         if step < len(speech.text):

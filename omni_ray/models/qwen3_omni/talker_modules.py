@@ -118,6 +118,16 @@ class FramePredictor:
         self._heads = predictor.lm_head
         self._embeddings = predictor.model.codec_embedding
 
+    def embedded(self, first: Tensor, codes: Tensor) -> Tensor:
+        """The sum of all embeddings of known frames [n, hidden], as ``complete`` gives it.
+
+        Args:
+            first: [n, hidden], the talker's embedding of the first codes.
+            codes: int64 [n, codebooks - 1], the residual ones.
+        """
+        rows = [embedding(own) for embedding, own in zip(self._embeddings, codes.unbind(1), strict=True)]
+        return torch.stack([first, *rows], 1).sum(1)
+
     def complete(
         self, hidden: Tensor, first: Tensor, choose: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:

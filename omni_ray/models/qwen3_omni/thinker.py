@@ -136,6 +136,12 @@ class Qwen3OmniThinker(ARModel):
             self._rows[slot].append(captured[0, piece.wanted].float())
         return self._decoder.logits(hidden[0, last])
 
+    def follow(self, slot: int, ids: Sequence[int], start: int) -> None:
+        """See ``ARModel.follow``."""
+        nowhere = torch.zeros(0, dtype=torch.int64)
+        axes = np.arange(start, start + len(ids), dtype=np.float32)[None].repeat(3, 0) + np.float32(self._deltas[slot])
+        self.prefill(slot, Piece(ids, axes, None, nowhere, None, nowhere, nowhere), start)
+
     def prompt_outputs(self, slot: int) -> Sequence[Chunk]:
         """What was asked, and the rows of its media in user turns."""
         prompt = self._prompts[slot]

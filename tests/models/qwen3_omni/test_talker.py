@@ -18,6 +18,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import CodeFrameChunk, Finish, Request
 from omni_ray.errors import ConfigError, InvalidRequestError, StageFailedError
 from omni_ray.models.qwen3_omni.checkpoint import make_tiny
@@ -162,11 +163,15 @@ async def at_once(prompt: TalkerPrompt, answer: Sequence[int]) -> AsyncIterator[
 
 
 async def speak(
-    engine: AREngine, source: AsyncIterator[Any], sampling: SamplingParams = GREEDY, seed: int = 1
+    engine: AREngine,
+    source: AsyncIterator[Any],
+    sampling: SamplingParams = GREEDY,
+    seed: int = 1,
+    resume: Resume | None = None,
 ) -> tuple[NDArray[np.int64], Finish]:
     frames: list[NDArray[np.int64]] = []
     finish = None
-    async with aclosing(engine.generate(Request("r", seed, sampling=sampling), {"thinker": source})) as outputs:  # type: ignore[type-var]
+    async with aclosing(engine.generate(Request("r", seed, sampling=sampling), {"thinker": source}, resume)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             assert finish is None
             if isinstance(output, CodeFrameChunk):
@@ -196,6 +201,22 @@ async def test_codes_equal_upstream(
     codes, finish = await speak(engine, at_once(whole.prompt, whole.answer), limited(GREEDY))
     np.testing.assert_array_equal(codes, whole.codes)
     assert finish.reason == "length"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+async def test_goes_on_where_another_replica_died(
+    start: Any, references: dict[str, Reference], deterministic: bool, sampled: bool
+) -> None:
+    """With the frames that were heard, taken in as a prompt would be or (deterministic) made again: the same codes."""
+    whole, engine = references["text"], await start(deterministic=deterministic)
+    how = limited(SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05) if sampled else GREEDY)
+    codes, finish = await speak(engine, at_once(whole.prompt, whole.answer), how, seed=4)
+    for known in (1, FRAMES // 2, FRAMES - 1):
+        resume = Resume(frames=codes[:known])
+        again, ended = await speak(engine, at_once(whole.prompt, whole.answer), how, seed=4, resume=resume)
+        np.testing.assert_array_equal(again, codes)
+        assert ended == finish
 
 
 async def test_text_may_come_late_and_token_by_token(start: Any, references: dict[str, Reference]) -> None:

@@ -16,6 +16,7 @@ from omni_ray.engine.ar import AREngine
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import AROptions
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import (
     AudioClip,
     Chunk,
@@ -248,6 +249,32 @@ async def test_the_engine_gives_the_prompt_then_rows_then_text(
     expected_ids, _ = expected(upstream, tiny_checkpoint, CHATS["audio"], asked.token_ids)
     assert [token for chunk in texts if isinstance(chunk, TextChunk) for token in chunk.token_ids] == expected_ids
     assert finish == Finish("length", Usage(len(asked.token_ids), TOKENS))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_an_answer_goes_on_where_another_replica_died(deterministic: bool, tiny_checkpoint: Path) -> None:
+    """Behind sound, whose rope positions are no places in the sequence; sampled; and once when it had ended."""
+    engine = AREngine(context(tiny_checkpoint, deterministic=deterministic))
+    await engine.start()
+
+    async def answered(resume: Resume | None = None) -> list[Any]:
+        sampling = SamplingParams(temperature=1.0, max_tokens=TOKENS, repetition_penalty=1.1)
+        asked = {"request": given(CHATS["audio"])}
+        return [o async for o in engine.generate(Request("r", seed=3, sampling=sampling), asked, resume)]
+
+    try:
+        whole = await answered()
+        text, finish = [o for o in whole if isinstance(o, TextChunk)], whole[-1]
+        assert isinstance(finish, Finish)
+        for known, end in ((1, None), (len(text) // 2, None), (len(text), finish)):
+            again = await answered(Resume(text=tuple(text[:known]), finish=end))
+            assert [o for o in again if not isinstance(o, LatentChunk)] == [
+                o for o in whole if not isinstance(o, LatentChunk)
+            ]
+            rows, before = ([o.rows for o in outputs if isinstance(o, LatentChunk)] for outputs in (again, whole))
+            np.testing.assert_array_equal(rows, before)
+    finally:
+        await engine.stop()
 
 
 def test_markup_is_named(plain: Qwen3OmniThinker, tiny_checkpoint: Path) -> None:
