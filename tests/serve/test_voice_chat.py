@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import io
+import os
 import re
+import signal
 from typing import Any
 
 import httpx
@@ -224,3 +226,22 @@ async def test_limits_and_short_answers(app: Served) -> None:
         text_only = chat("Hello", modalities=["text"], audio=None, stream=False, stop=["o"])
         answer = (await client.post("/v1/chat/completions", json=text_only)).json()["choices"][0]
         assert "o" not in answer["message"]["content"]
+
+
+@pytest.mark.parametrize("stage", ["talker", "code2wav"])
+async def test_speech_outlives_a_stage(app: Served, stage: str) -> None:
+    """kill -9 in mid-stream: hibari's rows are made again, its codec rebuilt, and the bytes are the same."""
+    text = " ".join(f"This is sentence number {k}, and it takes a while to be spoken." for k in range(60))
+    asked = {"model": "voice_chat", "input": text, "voice": "alloy", "response_format": "pcm", "seed": 5}
+    async with app.async_client(timeout=200) as client:
+        expected = (await client.post("/v1/audio/speech", json=asked)).content
+        received, killed = b"", False
+        async with client.stream("POST", "/v1/audio/speech", json=asked) as response:
+            async for piece in response.aiter_raw():
+                received += piece
+                if not killed and len(received) > 100_000:
+                    killed = True
+                    for pid in app.pids(stage):
+                        os.kill(pid, signal.SIGKILL)
+    assert len(received) > 100 * 48_000
+    assert received == expected

@@ -48,7 +48,11 @@ class WhisperListener(PerRequestModel):
     digit are dropped (of silence Whisper may make "."): silence has an empty transcript.
 
     Usage counts 20 ms encoder positions of sound as prompt tokens, and text tokens as completion tokens.
+
+    A request that goes on after its replica died is heard again, unless all of it had been heard.
     """
+
+    resumable = "replay"
 
     def load(self) -> None:
         """Verify and load the model and warm up.
@@ -80,6 +84,11 @@ class WhisperListener(PerRequestModel):
         resume: Resume | None = None,
     ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``; cancelling takes effect between segments."""
+        if resume is not None and resume.finish is not None:
+            for known in resume.transcripts:
+                yield known
+            yield resume.finish
+            return
         position = heard = spoken = 0
         for source in inputs.values():
             async for clip in source:
