@@ -147,7 +147,7 @@ def write(args: argparse.Namespace, sizes: dict[int, float], rows: dict[bool, li
         )
         + ". Sound itself is 96000. They travel in messages that are sent anyway.",
         "",
-        f"**{args.streams} streams** of {args.words * 3} frames, takeover off and on in turns; a cell lists its rounds:",
+        f"**{args.streams} streams** of {args.words * 3} frames, takeover off and on in turns; cells list the rounds:",
         "",
         "| takeover | first byte p50 ms | late p50 ms | late p95 ms | in real time | CPU s per audio s |",
         "|---|---|---|---|---|---|",
