@@ -23,7 +23,7 @@ from omni_ray.engine.types import Finish, Output, Request, TextChunk, Usage
 from omni_ray.engine.vllm_model import VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.engine.vllm_start import StartedVLLM, start_vllm
-from omni_ray.errors import ConfigError, InvalidRequestError, OmniRayError, ReplicaDiedError, StageFailedError
+from omni_ray.errors import ConfigError, EngineDiedError, InvalidRequestError, OmniRayError, StageFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class VLLMEngine(Engine):
         Raises:
             InvalidRequestError: the prompt does not fit in ``max_model_len`` with one token of answer, or vLLM refuses
                 it.
-            ReplicaDiedError: vLLM's processes died.
+            EngineDiedError: vLLM's processes died.
             StageFailedError: vLLM failed, or there was no prompt or one too many.
         """
         async with self._admission.place(request):
@@ -106,7 +106,7 @@ class VLLMEngine(Engine):
             except OmniRayError as error:
                 outputs.put_nowait(error)
             except EngineDeadError:
-                outputs.put_nowait(ReplicaDiedError(f"the vLLM processes of stage {self._name} died"))
+                outputs.put_nowait(EngineDiedError(f"the vLLM processes of stage {self._name} died", stage=self._name))
             except ValueError as error:
                 outputs.put_nowait(InvalidRequestError(str(error), "messages"))
             except Exception as error:
@@ -197,7 +197,7 @@ class VLLMEngine(Engine):
         try:
             await alive.llm.check_health()
         except EngineDeadError as error:
-            raise StageFailedError(f"stage {self._name}: vLLM died: {alive.why_dead()}") from error
+            raise EngineDiedError(f"stage {self._name}: vLLM died: {alive.why_dead()}", stage=self._name) from error
         self._admission.check()
 
     def stats(self) -> EngineStats:
