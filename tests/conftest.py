@@ -85,7 +85,7 @@ class Served:
             except (RayActorError, DeploymentUnavailableError):
                 return False
 
-        wait_until(all_answer, 30)
+        wait_until(all_answer, 60)
         return {s.replica for s in self.states(stage)}
 
     def pids(self, stage: str) -> list[int]:

@@ -103,7 +103,8 @@ class Attempts:
             TakeoverRefusedError: the same, because a stage's engine cannot go on with a request.
         """
         died = self._opened.get(error.stage)
-        self._alone += died is None or self._tenants.alone(died.replica, self._who)
+        if died is not None:  # else it never ran there: the replica was dying when it was chosen
+            self._alone += self._tenants.alone(died.replica, self._who)
         if not self._shown:
             if not self._retries:
                 raise error

@@ -15,10 +15,15 @@ _QUIET = (Opened, RecordEvent)
 
 
 class Outbox:
-    """Events put by one request's tasks, taken in order by the one generator that Serve iterates."""
+    """Events put by one request's tasks, taken in order by the one generator that Serve iterates.
 
-    def __init__(self, coalesce_ms: float) -> None:
+    With ``announced``, ``Opened`` leaves at once: of a request that goes on after a death, the ingress wants to know at
+    any moment on whom it runs.
+    """
+
+    def __init__(self, coalesce_ms: float, *, announced: bool = False) -> None:
         self._pause = coalesce_ms / 1000
+        self._quiet = RecordEvent if announced else _QUIET
         self._events: list[Event] = []
         self._filled = asyncio.Event()
         self._closed = False
@@ -31,7 +36,7 @@ class Outbox:
         Records wait for any output: they are of use only once something was shown.
         """
         self._events.append(event)
-        if not isinstance(event, _QUIET):
+        if not isinstance(event, self._quiet):
             self._filled.set()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -48,7 +53,7 @@ class Outbox:
             wait = flushed + self._pause - time.monotonic()
             if wait > 0 and not self._closed:
                 await self._collect(wait)
-            if self._error is not None and all(isinstance(event, _QUIET) for event in self._events):
+            if self._error is not None and all(isinstance(event, self._quiet) for event in self._events):
                 self._events.clear()  # nothing was shown: whoever waits may still be answered by another replica
             flushed = time.monotonic()  # not when the reader came back: its pause is no reason to wait longer
             for batch in self._take():

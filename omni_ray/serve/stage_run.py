@@ -82,7 +82,7 @@ class StageRun:
         self.cut_off = False
         self._refs: list[weakref.ref[OutputEvent]] = []  # weak: an event that was sent and read is gone
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
-        self.outbox = Outbox(parts.streaming.coalesce_ms)
+        self.outbox = Outbox(parts.streaming.coalesce_ms, announced=bool(envelope.resume))
 
     async def go(self) -> None:
         """Run to the end; any failure closes the outbox with it."""
@@ -120,6 +120,9 @@ class StageRun:
         inputs = {edge.source: self._inputs(edge) for edge in self._edges}
         generate = self._parts.engine.generate(self._request(), inputs, self._resume())
         opened = finished = False
+        if self._envelope.resume:
+            self.outbox.put(self._parts.opened)
+            opened = True
         async with AsyncExitStack() as closing:
             for source in inputs.values():
                 await closing.enter_async_context(aclosing(source))

@@ -44,6 +44,7 @@ def heard(chunks: list[dict[str, Any]]) -> tuple[bytes, str]:
     """PCM and text of a chat stream."""
     pcm, text = b"", ""
     for chunk in chunks:
+        assert "error" not in chunk, chunk
         for choice in chunk["choices"]:
             delta = choice["delta"]
             text += delta.get("content") or ""

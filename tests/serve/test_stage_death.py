@@ -139,7 +139,7 @@ def second_node() -> Iterator[psutil.Process]:
     process = subprocess.Popen([str(word) for word in command], start_new_session=True, **quiet)  # type: ignore[call-overload]
     tree = psutil.Process(process.pid)
     try:
-        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == alive + 1, 30)
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == alive + 1, 60)
         yield tree
     finally:
         lose(tree)

@@ -38,8 +38,8 @@ def app(serving: Serving) -> Served:
 
 
 def dies(stage: str, unit: int, attempts: int | None = 1) -> dict[str, Any]:
-    """Request faults: ``stage`` kills its process at ``unit``; the thinker is slow, so that all stages run at once."""
-    faults: dict[str, Any] = {"thinker": {"delay_ms": 25}}
+    """Request faults: ``stage`` kills its process at ``unit``; the first stages are slow, so that all run at once."""
+    faults: dict[str, Any] = {"thinker": {"delay_ms": 25}, "talker": {"delay_ms": 10}}
     faults[stage] = {**faults.get(stage, {}), "kill_at": unit, "attempts": attempts}
     return {"ramp": faults}
 
