@@ -51,7 +51,7 @@ async def test_a_reader_that_stalls_brakes_its_own_stream_and_is_dropped() -> No
             assert (await client.get("/health")).status_code == 200
         assert fake.steps == braked < 30
         await eventually(lambda: fake.open == fake.active == 0, 10)
-        assert 0.9 < time.monotonic() - started
+        assert time.monotonic() - started > 0.9
         assert fake.completed == 0
 
 
