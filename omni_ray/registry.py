@@ -54,6 +54,12 @@ _EXTRAS: dict[str, str] = {
 }
 
 
+_VLLM_MODELS: dict[str, str] = {
+    "Qwen3OmniThinkerWithRows": "omni_ray.models.qwen3_omni.vllm_rows:Qwen3OmniThinkerWithRows",
+}
+"""Model classes of ours that vLLM computes: architecture -> dotted path."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
     """An engine by dotted path, and the option model it publishes (import-light)."""
@@ -230,6 +236,16 @@ def _vllm_architectures() -> frozenset[str]:
     from vllm import ModelRegistry
 
     return frozenset(ModelRegistry.get_supported_archs())
+
+
+def register_with_vllm() -> None:
+    """Tell vLLM our model classes: our entry point in ``vllm.general_plugins``, run in each of vLLM's processes."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    for architecture, path in _VLLM_MODELS.items():
+        if architecture not in known:
+            ModelRegistry.register_model(architecture, path)
 
 
 def engine_entry(stage: StagePipelineConfig, chosen: str | None = None) -> tuple[str, EngineEntry]:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from vllm import SamplingParams as VLLMSamplingParams
@@ -20,6 +20,7 @@ from omni_ray.engine.prompts import only_prompt, room_for_answer
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.text_answer import TextAnswer
 from omni_ray.engine.types import Finish, Output, Request, TextChunk, Usage
+from omni_ray.engine.vllm_compat import HiddenRows
 from omni_ray.engine.vllm_model import VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.engine.vllm_start import StartedVLLM, start_vllm
@@ -53,6 +54,7 @@ class VLLMEngine(Engine):
             raise ConfigError([f"stage {self._name!r}: {type(model).__name__} is no VLLMModel"])
         self._model: VLLMModel = model
         self._vllm: StartedVLLM | None = None
+        self._rows: HiddenRows | None = None
 
     async def start(self) -> None:
         """Read the checkpoint's tokenizer, start vLLM's processes and load the weights.
@@ -64,6 +66,9 @@ class VLLMEngine(Engine):
         self._vllm = await asyncio.to_thread(
             start_vllm, self._name, self._options, checkpoint, self.context.load_format
         )
+        if checkpoint.architecture is not None:
+            self._rows = HiddenRows(self._vllm.llm)
+            await self._rows.attach()
 
     async def generate(
         self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
@@ -120,28 +125,52 @@ class VLLMEngine(Engine):
         answer = TextAnswer(self._model.detokenize, self._model.stop_ids, request.sampling, limit)
         known = resume.token_ids
         rendered = await self._rendered(prompt, known)
-        for output in self._model.prompt_outputs(prompt, None, limit):
-            yield output
-        if resume.finish is not None:
-            for chunk in resume.text:
-                yield chunk
-            yield resume.finish
-            return
-        for chunk in self._chunks(known, answer):
-            yield chunk
+        recorded: list[Output] = [*(self._chunks(known, answer) if resume.finish is None else resume.text)]
+        finish = resume.finish or self._finish(prompt, answer)
+        rows_wanted = len(prompt.wanted) > 0
+        if not rows_wanted:
+            for output in (*self._model.prompt_outputs(prompt, None, limit), *recorded):
+                yield output
         name = f"{request.request_id}-{request.attempt}"
-        sampling = self._sampling(request, limit - len(known))
+        # of an answer that is all recorded only the rows are missing: the prompt is computed for them, and one token
+        sampling = self._sampling(request, 1 if finish is not None else limit - len(known))
+        async with AsyncExitStack() as over:
+            if rows_wanted:
+                self._kept_rows().expect(name)
+                over.callback(self._kept_rows().drop, name)
+            news = await over.enter_async_context(aclosing(self._tokens(rendered, sampling, name)))
+            while finish is None or rows_wanted:
+                tokens = await anext(news, None)
+                if tokens is None:
+                    raise StageFailedError(f"vLLM ended an answer of stage {self._name} at token {answer.count}")
+                if rows_wanted:
+                    rows = await self._kept_rows().fetch(name, prompt.wanted)
+                    rows_wanted = False
+                    for output in (*self._model.prompt_outputs(prompt, rows, limit), *recorded):
+                        yield output
+                for chunk in self._chunks(tokens, answer) if finish is None else ():
+                    yield chunk
+                finish = finish or self._finish(prompt, answer)
+        yield finish
+
+    async def _tokens(
+        self, rendered: Any, sampling: VLLMSamplingParams, name: str
+    ) -> AsyncGenerator[Sequence[int], None]:
+        """What vLLM draws, as it draws it; closing it ends the request in vLLM."""
         async with aclosing(self._alive().llm.generate(rendered, sampling, name)) as news:
             async for new in news:
                 made = new.outputs[0]
                 if made.finish_reason in ("abort", "error"):
                     raise StageFailedError(f"vLLM gave up an answer of stage {self._name}: {made.finish_reason}")
-                for chunk in self._chunks(made.token_ids, answer):
-                    yield chunk
-                if answer.reason is not None:
-                    yield Finish(answer.reason, Usage(len(prompt.ids), answer.count))
-                    return
-        raise StageFailedError(f"vLLM ended an answer of stage {self._name} after {answer.count} of {limit} tokens")
+                yield made.token_ids
+
+    def _finish(self, prompt: VLLMPrompt, answer: TextAnswer) -> Finish | None:
+        return answer.reason and Finish(answer.reason, Usage(len(prompt.ids), answer.count))
+
+    def _kept_rows(self) -> HiddenRows:
+        if self._rows is None:
+            raise StageFailedError(f"stage {self._name} keeps no hidden rows")
+        return self._rows
 
     def _chunks(self, tokens: Sequence[int], answer: TextAnswer) -> list[TextChunk]:
         """The text of new tokens. Those behind a stop string are dropped: vLLM knows nothing of ours."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.types import Chunk
+from omni_ray.errors import StageFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class VLLMCheckpoint:
 
     Attributes:
         directory: with config, weights and tokenizer.
-        architecture: the class that computes it, as registered with vLLM; None takes the checkpoint's own.
+        architecture: a class of ours that keeps hidden rows (``vllm_compat``), as registered with vLLM; None takes the
+            checkpoint's own.
         limit_mm_per_prompt: most media of each kind in one prompt; None for a model that takes text only.
     """
 
@@ -97,3 +99,24 @@ class VLLMModel(ABC):
             limit: most tokens of the answer.
         """
         return ()
+
+
+def rows_at(places: NDArray[np.int64], values: NDArray[np.float32], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Rows of ``wanted`` positions.
+
+    Args:
+        places: int64 [n] in the order of computing; of a position computed twice (a preempted request's) the last row
+            counts.
+        values: float32 [n * width].
+        wanted: int64 [m].
+
+    Raises:
+        StageFailedError: a wanted position is not among ``places``; its row would have to be invented.
+    """
+    row_of = {int(place): row for row, place in enumerate(places)}
+    missing = [int(place) for place in wanted if int(place) not in row_of]
+    if missing:
+        some = f"{len(missing)} of {len(wanted)} media positions, the first of them {missing[0]}"
+        raise StageFailedError(f"vLLM computed no hidden rows of {some}")
+    rows = values.reshape(len(places), -1)[[row_of[int(place)] for place in wanted]]
+    return np.ascontiguousarray(rows)

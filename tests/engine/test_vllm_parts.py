@@ -7,18 +7,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from pydantic import ValidationError
 
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.text_answer import TextAnswer
 from omni_ray.engine.types import TextChunk
+from omni_ray.engine.vllm_compat import RowKeeper
 from omni_ray.engine.vllm_errors import ErrorLog, root_cause
+from omni_ray.engine.vllm_model import rows_at
 from omni_ray.engine.vllm_options import RESERVED, VLLMOptions
-from omni_ray.errors import ConfigError
+from omni_ray.errors import ConfigError, StageFailedError
 from omni_ray.registry import engine_entry, load_pipeline
 from omni_ray.serve.resolve import AppArgs, resolve
 
@@ -120,6 +125,79 @@ def test_every_pipeline_says_what_vllm_computes_of_a_stage():
 def test_a_misspelt_option_is_named_before_anything_starts():
     with pytest.raises(ConfigError, match=r"engine.gpu_memory_utilisation: unknown key .* 'gpu_memory_utilization'"):
         resolve("qwen3_omni", AppArgs(deploy_config=config(gpu_memory_utilisation=0.5)))
+
+
+class Runner:
+    """What ``RowKeeper`` reads of vLLM's runner: rows of a batch, by request."""
+
+    def __init__(self, requests: dict[str, tuple[list[int], int, int]]) -> None:
+        """``requests``: by id, the prompt, how many of its tokens were computed before, how many are in the pass."""
+        self.input_batch = SimpleNamespace(
+            req_ids=list(requests),
+            num_computed_tokens_cpu=np.array([done for _, done, _ in requests.values()]),
+            num_prompt_tokens=np.array([len(prompt) for prompt, _, _ in requests.values()]),
+            token_ids_cpu=np.zeros((len(requests), 32), np.int64),
+        )
+        for i, (prompt, _, _) in enumerate(requests.values()):
+            self.input_batch.token_ids_cpu[i, : len(prompt)] = prompt
+        ends = np.cumsum([0, *(count for _, _, count in requests.values())])
+        self.query_start_loc = SimpleNamespace(np=ends)
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer that returns hidden states and a residual, as vLLM's do."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, 10 * hidden
+
+
+MEDIA = 99
+
+
+def test_rows_of_media_are_kept_by_request_and_position():
+    """Chunked prompts, decode rows beside them, a preempted request that is computed again, and ids alike."""
+    layer = Layer()
+    keeper = RowKeeper(layer, width=2, longest=16, dtype=torch.float32, media=(MEDIA,))
+    long, short = [1, MEDIA, MEDIA, 2, MEDIA, 3], [MEDIA, 1]
+
+    def compute(first: float, **requests: tuple[list[int], int, int]) -> None:
+        named = {f"{name.replace('_', '-')}-{'0' * 8}": batch for name, batch in requests.items()}
+        runner = Runner(named)
+        keeper.attach(runner)
+        count = int(runner.query_start_loc.np[-1])
+        layer((first + torch.arange(count, dtype=torch.float32))[:, None].repeat(1, 2))
+        keeper.collect()
+
+    compute(0, a=(long, 0, 2), a_1=(short, 0, 2))
+    compute(100, b=([1, 2], 2, 1), a=(long, 2, 4))
+    kept = keeper.fetch("a")
+    assert kept is not None
+    assert kept[0].tolist() == [1, 2, 4]
+    assert kept[1][:, 0].tolist() == [11 * 1, 11 * 101, 11 * 103]
+    assert keeper.fetch("a") is None
+    assert keeper.fetch("b") is None
+    other = keeper.fetch("a-1")
+    assert other is not None
+    assert (other[0].tolist(), other[1][:, 0].tolist()) == ([0], [22])
+    compute(0, c=(long, 0, 5))
+    compute(200, c=(long, 0, 6))
+    again = keeper.fetch("c")
+    assert again is not None
+    values = again[1].numpy().ravel()
+    assert rows_at(again[0], values, np.array([1, 2, 4]))[:, 1].tolist() == [11 * 201, 11 * 202, 11 * 204]
+
+
+def test_a_row_that_was_not_computed_is_an_error_and_never_zeros():
+    with pytest.raises(StageFailedError, match="no hidden rows of 2 of 3 media positions, the first of them 5"):
+        rows_at(np.array([4, 9]), np.zeros(4, np.float32), np.array([4, 5, 6]))
+
+
+def test_another_kind_of_runner_is_refused():
+    keeper = RowKeeper(Layer(), width=2, longest=4, dtype=torch.float32, media=(MEDIA,))
+    runner = Runner({"a": ([1], 0, 1)})
+    runner.input_batch.num_computed_tokens_cpu = np.zeros((1, 2))
+    with pytest.raises(RuntimeError, match="otherwise than in the tested versions"):
+        keeper.attach(runner)
 
 
 RECORD = """EngineCore failed to start.

@@ -1,26 +1,32 @@
 """The thinker computed by vLLM: what vLLM does not do. Imports no vLLM.
 
-Upstream is vLLM's ``Qwen3OmniMoeThinkerForConditionalGeneration``; it loads the whole checkpoint and skips talker and
-code2wav.
+Upstream is vLLM's ``Qwen3OmniMoeThinkerForConditionalGeneration`` with its own processing of media; it loads the whole
+checkpoint and skips talker and code2wav. Where a talker listens, ``vllm_rows`` keeps hidden rows for it.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_ray.engine.types import Chunk
+from omni_ray.engine.types import Chunk, LatentChunk
 from omni_ray.engine.vllm_model import VLLMCheckpoint, VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import InvalidRequestError
+from omni_ray.models.qwen3_omni.media import SHORTEST_SAMPLES
+from omni_ray.models.qwen3_omni.prompt import ChatPrompt
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
+from omni_ray.models.qwen3_omni.thinker_prompt import ThinkerPrompt
 from omni_ray.models.qwen3_omni.thinker_text import ThinkerText
+
+MOST_MEDIA: Final = {"audio": 16, "image": 16, "video": 0}
+"""In one prompt; as many as an ingress takes by default."""
 
 
 class Qwen3OmniThinkerVLLM(VLLMModel):
-    """``ChatPrompt`` in, text out, and what ``Qwen3OmniThinker`` gives out besides."""
+    """``ChatPrompt`` in, text out, and what ``Qwen3OmniThinker`` gives out besides. Takes no videos."""
 
     def load(self) -> VLLMCheckpoint:
         """See ``VLLMModel.load``."""
@@ -29,14 +35,29 @@ class Qwen3OmniThinkerVLLM(VLLMModel):
         directory, config = stage_checkpoint(self.context, lambda whole: whole.thinker_config.text_config, speaks=False)
         self._text = ThinkerText(directory, config, options.max_model_len)
         self.stop_ids = self._text.stop_ids
-        return VLLMCheckpoint(directory, limit_mm_per_prompt={"audio": 0, "image": 0, "video": 0})
+        thinker = config.thinker_config
+        self._placeholders = (thinker.audio_token_id, thinker.image_token_id)
+        heard = self._text.capture is not None
+        return VLLMCheckpoint(directory, "Qwen3OmniThinkerWithRows" if heard else None, MOST_MEDIA)
 
     def encode(self, prompt: Any) -> VLLMPrompt:
         """See ``VLLMModel.encode``."""
+        assert isinstance(prompt, ChatPrompt)
+        if prompt.videos:
+            raise InvalidRequestError("this server's thinker takes no videos", "messages")
         made = self._text.encode(prompt)
-        if prompt.media():
-            raise InvalidRequestError("this server's thinker takes text only", "messages")
-        return VLLMPrompt(made.ids, made.ids, source=made)
+        parts = prompt.media()
+        media: dict[str, Sequence[Any]] = {
+            "audio": [_sound(prompt, part.index) for part in parts if part.kind == "audio"],
+            "image": [prompt.images[part.index].pixels for part in parts if part.kind == "image"],
+        }
+        return VLLMPrompt(
+            ids=made.ids,
+            given=self._collapsed(made),
+            media={kind: items for kind, items in media.items() if items},
+            wanted=made.wanted if self._text.capture is not None else made.wanted[:0],
+            source=made,
+        )
 
     def detokenize(self, token_id: int) -> bytes:
         """See ``VLLMModel.detokenize``."""
@@ -44,4 +65,19 @@ class Qwen3OmniThinkerVLLM(VLLMModel):
 
     def prompt_outputs(self, prompt: VLLMPrompt, rows: NDArray[np.float32] | None, limit: int) -> Sequence[Chunk]:
         """See ``VLLMModel.prompt_outputs``."""
-        return [replace(self._text.asked(prompt.source, 0), limit=limit)]
+        count = 0 if rows is None else len(rows)
+        asked = replace(self._text.asked(prompt.source, count), limit=limit)
+        return [asked] if rows is None else [asked, LatentChunk(0, rows, ends_segment=True)]
+
+    def _collapsed(self, prompt: ThinkerPrompt) -> list[int]:
+        """One placeholder for each medium: marks stand between any two media."""
+        ids = np.asarray(prompt.ids)
+        again = np.isin(ids[1:], self._placeholders) & (ids[1:] == ids[:-1])
+        collapsed: list[int] = ids[np.concatenate(([True], ~again))].tolist()
+        return collapsed
+
+
+def _sound(prompt: ChatPrompt, index: int) -> tuple[NDArray[np.float32], int]:
+    """A clip as vLLM takes it: samples, and their rate. Short ones get silence behind them, as in ``MediaReader``."""
+    clip = prompt.clips[index]
+    return np.pad(clip.samples, (0, max(0, SHORTEST_SAMPLES - len(clip.samples)))), clip.sample_rate
