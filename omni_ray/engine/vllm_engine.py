@@ -236,5 +236,5 @@ class VLLMEngine(Engine):
     async def stop(self) -> None:
         """End vLLM's processes; running requests fail."""
         if self._vllm is not None:
-            started, self._vllm = self._vllm, None
+            started, self._vllm, self._rows = self._vllm, None, None
             await asyncio.to_thread(started.stop)

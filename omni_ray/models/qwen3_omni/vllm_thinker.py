@@ -15,7 +15,7 @@ from omni_ray.engine.types import Chunk, LatentChunk
 from omni_ray.engine.vllm_model import VLLMCheckpoint, VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import InvalidRequestError
-from omni_ray.models.qwen3_omni.media import SHORTEST_SAMPLES
+from omni_ray.models.qwen3_omni.media import BLOCK_FRAMES
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.thinker_prompt import ThinkerPrompt
@@ -26,7 +26,11 @@ MOST_MEDIA: Final = {"audio": 16, "image": 16, "video": 0}
 
 
 class Qwen3OmniThinkerVLLM(VLLMModel):
-    """``ChatPrompt`` in, text out, and what ``Qwen3OmniThinker`` gives out besides. Takes no videos."""
+    """``ChatPrompt`` in, text out, and what ``Qwen3OmniThinker`` gives out besides. Takes no videos.
+
+    vLLM hears clip by clip, transformers all clips of a prompt at once: the last frames of clips that are shorter than
+    another one, or no whole number of frames, differ a little.
+    """
 
     def load(self) -> VLLMCheckpoint:
         """See ``VLLMModel.load``."""
@@ -48,7 +52,7 @@ class Qwen3OmniThinkerVLLM(VLLMModel):
         made = self._text.encode(prompt)
         parts = prompt.media()
         media: dict[str, Sequence[Any]] = {
-            "audio": [_sound(prompt, part.index) for part in parts if part.kind == "audio"],
+            "audio": [] if made.sound is None else _sounds(prompt, made.sound.frames.tolist()),
             "image": [prompt.images[part.index].pixels for part in parts if part.kind == "image"],
         }
         return VLLMPrompt(
@@ -77,7 +81,14 @@ class Qwen3OmniThinkerVLLM(VLLMModel):
         return collapsed
 
 
-def _sound(prompt: ChatPrompt, index: int) -> tuple[NDArray[np.float32], int]:
-    """A clip as vLLM takes it: samples, and their rate. Short ones get silence behind them, as in ``MediaReader``."""
-    clip = prompt.clips[index]
-    return np.pad(clip.samples, (0, max(0, SHORTEST_SAMPLES - len(clip.samples)))), clip.sample_rate
+def _sounds(prompt: ChatPrompt, frames: Sequence[int]) -> list[tuple[NDArray[np.float32], int]]:
+    """All clips as vLLM takes them: samples, and their rate.
+
+    Each is cut, or followed by silence, to the mel frames that transformers would make of it: vLLM rounds them up.
+    """
+    clips = [prompt.clips[part.index] for part in prompt.media() if part.kind == "audio"]
+    sounds = []
+    for clip, count in zip(clips, frames, strict=True):
+        samples = count * clip.sample_rate // BLOCK_FRAMES
+        sounds.append((np.pad(clip.samples[:samples], (0, max(0, samples - len(clip.samples)))), clip.sample_rate))
+    return sounds
