@@ -1,4 +1,4 @@
-"""``omni-ray``: list, plan, build, checkpoint, serve, bench, doctor. Each imports what it needs when it runs."""
+"""``omni-ray``, the command line. Each command imports what it needs when it runs."""
 
 import argparse
 import json
@@ -89,6 +89,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 every request was answered, 1 some failed or a server did not start, 2 wrong arguments",
     )
     add_bench(add)
+
+    add = commands.add_parser(
+        "dashboards",
+        help="write the Grafana dashboard and alert rules; run Prometheus",
+        description="Write the Grafana dashboard, alert rules and settings for Prometheus and Grafana.",
+    )
+    add.add_argument("out", metavar="OUT", help="directory")
+    add.add_argument(
+        "--run", dest="starts", action="store_true", help="then run Prometheus on the Ray cluster of this machine"
+    )
+    add.add_argument("--prometheus", default="prometheus", metavar="FILE", help="its binary (default: on the PATH)")
+    add.add_argument("--port", type=int, default=9090, help="Prometheus' port (default: %(default)s)")
+    add.add_argument("--discovery", metavar="FILE", help="Ray's service discovery file, if not in /tmp/ray")
+    add.set_defaults(run=_dashboards)
 
     add = commands.add_parser(
         "doctor", help="check this machine", description="Check versions, packages, weights and limits of this machine."
@@ -198,6 +212,15 @@ def _serve(args: argparse.Namespace) -> int:
         address=args.address,
         start_timeout_s=args.start_timeout,
     )
+
+
+def _dashboards(args: argparse.Namespace) -> int:
+    from omni_ray.monitoring.files import DISCOVERY, run_prometheus, write_files
+
+    out = Path(args.out)
+    for path in write_files(out, args.discovery or DISCOVERY, args.port):
+        print(f"wrote {path}", file=sys.stderr)
+    return run_prometheus(out, args.prometheus, args.port) if args.starts else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -34,6 +34,8 @@ LAYER_OF = {
     "omni_ray.config": "config",
     "omni_ray.errors": "base",
     "omni_ray.audio": "base",
+    "omni_ray.monitoring": "base",
+    "omni_ray.playback": "base",
     "omni_ray.image": "base",
     "omni_ray": "base",
 }
@@ -172,7 +174,14 @@ def test_a_model_family_does_not_import_another():
     assert not wrong, "\n".join(wrong)
 
 
-BENCH_KNOWS = ("omni_ray.bench", "omni_ray.errors", "omni_ray.audio", "omni_ray.config.base", "omni_ray.__version__")
+BENCH_KNOWS = (
+    "omni_ray.bench",
+    "omni_ray.errors",
+    "omni_ray.audio",
+    "omni_ray.playback",
+    "omni_ray.config.base",
+    "omni_ray.__version__",
+)
 
 
 def test_bench_is_a_client():

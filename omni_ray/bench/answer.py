@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from omni_ray.bench.playback import Playback
+from omni_ray.playback import Playback
 
 ERROR_KINDS = {
     "connect": "no connection to the server",

@@ -7,6 +7,7 @@ Text models' prompts are encoded on a second thread.
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -55,6 +56,7 @@ class AREngine(Engine):
         self._name = context.stage.name
         self._admission = Admission(self._name, options)
         model: SlotModel = context.model_cls(context)
+        self._model = model
         self._fed = isinstance(model, CodecLM)
         self._encoding = Threads(self._admission, 1, f"encode-{self._name}")
         self._steps = _steps(self._name, model, options)
@@ -161,7 +163,8 @@ class AREngine(Engine):
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
-        return self._admission.stats()
+        memory = {"kv_bytes": self._model.kv_bytes(), "encoder_bytes": self._model.encoder_bytes()}
+        return replace(self._admission.stats(), **memory)
 
     async def stop(self) -> None:
         """End the thread after its running step; running requests fail."""

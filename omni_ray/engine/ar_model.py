@@ -76,6 +76,14 @@ class SlotModel(ABC):
     def release(self, slot: int) -> None:
         """The request in ``slot`` is over; called for every ``begin``, also after an error."""
 
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache; like ``encoder_bytes``, asked from another thread at any time after ``load``."""
+        return 0
+
+    def encoder_bytes(self) -> int:
+        """Bytes of the media features that prompts in slots hold."""
+        return 0
+
     def probes(self) -> Sequence[Probe]:
         """Requests for the self-test, of different lengths; none means that there is no self-test."""
         return ()

@@ -36,12 +36,19 @@ class EngineContext:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for metrics and autoscaling. ``oldest_wait_s`` is the longest wait of a request still queued."""
+    """A snapshot for metrics and autoscaling.
+
+    Attributes:
+        oldest_wait_s: the longest wait of a request still queued.
+        kv_bytes: KV cache set aside, used or not. encoder_bytes: features of media that live requests hold.
+    """
 
     running: int
     queued: int
     oldest_wait_s: float
     max_num_seqs: int
+    kv_bytes: int = 0
+    encoder_bytes: int = 0
 
 
 class Engine(ABC):

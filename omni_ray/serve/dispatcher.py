@@ -22,9 +22,11 @@ from omni_ray.serve.attempts import Attempts, Tenants
 from omni_ray.serve.events import Envelope, Event, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.lifeline import LifelineHost
+from omni_ray.serve.meters import IngressMeters, Labels
 from omni_ray.serve.planner import Plan, make_plan
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.stage_client import StageClient
+from omni_ray.serve.watch import Watch
 
 logger = logging.getLogger("ray.serve")
 
@@ -62,6 +64,7 @@ class Dispatcher:
         model_name: str,
         handles: Mapping[str, DeploymentHandle],
         host: str,
+        labels: Labels,
     ) -> None:
         self.pipeline = pipeline
         self.config = config
@@ -72,8 +75,9 @@ class Dispatcher:
         self._streaming = streaming
         self._lifelines = LifelineHost(host)
         self._clients = {
-            name: StageClient(name, handle, "ingress", streaming, self._lifelines) for name, handle in handles.items()
+            name: StageClient(name, handle, labels, streaming, self._lifelines) for name, handle in handles.items()
         }
+        self._meters = IngressMeters(labels)
         self._readiness = Readiness(False, {name: "not asked yet" for name in handles})
         self._was_ready = asyncio.Event()
         self._active = 0
@@ -125,22 +129,30 @@ class Dispatcher:
         attempts = Attempts(self.config, self._tenants, envelope, self._streaming.first_chunk_timeout_s)
         deadline = asyncio.get_running_loop().time() + self.max_audio_seconds + STREAM_MARGIN_S
         complete = False
+        watch = Watch()
         try:
             while not complete:
                 try:
                     async with aclosing(self._attempt(attempts.envelope, deadline)) as events:
                         async for event in events:
                             if (new := attempts.take(event)) is not None:
+                                watch.output(new.output)
                                 yield new
                     complete = True
                 except ReplicaDiedError as error:
                     attempts.again(error)
+                    self._meters.retried("takeover" if attempts.envelope.resume else "retry")
                 except SaturatedError as error:
                     await attempts.wait(error)
         finally:
             attempts.close()
+            self._meters.stream_ended(watch)
             if envelope.holds_refs() and not complete:
                 self._collector.soon()
+
+    def request_ended(self, route: str, outcome: str, seconds: float) -> None:
+        """An HTTP request is over; see ``monitoring.metrics.REQUESTS``."""
+        self._meters.request_ended(route, outcome, seconds)
 
     async def _started(self) -> None:
         """Let the first round of pings come in: a new ingress replica of a running application knows within moments."""
@@ -175,6 +187,8 @@ class Dispatcher:
                 self._readiness = Readiness(False, {"ingress": "asking the stages failed"})
             if self._readiness.ready:
                 self._was_ready.set()
+            waiting = self._readiness.waiting
+            self._meters.now(self._active, {name: name not in waiting for name in self._clients})
             await asyncio.sleep(PING_EVERY_S if self._was_ready.is_set() else PING_EVERY_S / 8)
 
     async def _ask(self) -> Readiness:

@@ -95,6 +95,8 @@ class Opened:
 class OutputEvent:
     """An output of ``stage``. With ``ref``, the latent's rows (``ref_bytes`` bytes) are empty here and lie behind it.
 
+    The last event of a message says when that was sent (``sent_at``, wall clock); on the others it is stale or 0.
+
     Not frozen: a stream that ended badly sets ``ref`` to None, because a traceback may know the event for long and a
     ref that anybody knows keeps its object in the store.
     """
@@ -103,6 +105,7 @@ class OutputEvent:
     output: Output
     ref: Any = None
     ref_bytes: int = 0
+    sent_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

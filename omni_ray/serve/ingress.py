@@ -11,6 +11,7 @@ from omni_ray.registry import load_plugins
 from omni_ray.serve.api.app import make_app
 from omni_ray.serve.api.keys import read_api_keys
 from omni_ray.serve.dispatcher import Dispatcher
+from omni_ray.serve.meters import Labels
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import IngressSpec
 
@@ -26,7 +27,9 @@ class Ingress:
         self._api_keys = read_api_keys(spec.config)
         self._replicas = spec.derived.num_replicas
         host = ray.util.get_node_ip_address()
-        self._dispatcher = Dispatcher(spec.pipeline, spec.config, spec.streaming, spec.model_name, stages, host)
+        context = serve.get_replica_context()
+        labels = Labels(context.app_name, spec.pipeline.name, "ingress", context.replica_tag)
+        self._dispatcher = Dispatcher(spec.pipeline, spec.config, spec.streaming, spec.model_name, stages, host, labels)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the app after the constructor."""

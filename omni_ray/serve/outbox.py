@@ -57,6 +57,8 @@ class Outbox:
                 self._events.clear()  # nothing was shown: whoever waits may still be answered by another replica
             flushed = time.monotonic()  # not when the reader came back: its pause is no reason to wait longer
             for batch in self._take():
+                if isinstance(last := batch[-1], OutputEvent):
+                    last.sent_at = time.time()
                 yield batch
             if self._closed and not self._events:
                 error, self._error = self._error, None  # kept here it would keep its traceback's frames
@@ -84,11 +86,11 @@ class Outbox:
         batches: list[list[Event]] = []
         size = 0
         for event in events:
-            if not batches or size + _nbytes(event) > MAX_BATCH_BYTES:
+            if not batches or size + nbytes_of(event) > MAX_BATCH_BYTES:
                 batches.append([])
                 size = 0
             batches[-1].append(event)
-            size += _nbytes(event)
+            size += nbytes_of(event)
         return batches
 
 
@@ -99,7 +101,8 @@ def split_audio(chunk: AudioChunk, max_bytes: int) -> Iterator[AudioChunk]:
         yield AudioChunk(chunk.position + start, chunk.samples[start : start + frames], chunk.sample_rate)
 
 
-def _nbytes(event: Event) -> int:
+def nbytes_of(event: Event) -> int:
+    """Bytes of the array that the event itself carries."""
     if not isinstance(event, OutputEvent | RecordEvent):
         return 0
     match event.output:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from omni_ray.errors import EngineDiedError, OmniRayError, ReplicaDiedError, Sat
 from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
+from omni_ray.serve.meters import GAUGES_EVERY_S, Labels, StageMeters
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import StageSpec
@@ -53,7 +55,12 @@ class Stage:
     async def __init__(self, spec: StageSpec, upstream: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
         load_plugins()
         self._stage = spec.pipeline.stage(spec.stage)
-        self._replica: str = serve.get_replica_context().replica_tag
+        context = serve.get_replica_context()
+        self._replica: str = context.replica_tag
+        labels = Labels(context.app_name, spec.pipeline.name, spec.stage, self._replica)
+        self._meters = StageMeters(labels)
+        self._runs: set[StageRun] = set()
+        self._gauges: asyncio.Task[None] | None = None
         self._ongoing: Counter[tuple[str, int]] = Counter()
         self._totals: Counter[str] = Counter()
         self._engine: Engine | None = None
@@ -83,7 +90,7 @@ class Stage:
             stage=self._stage,
             engine=engine,
             clients={
-                name: StageClient(name, handle, spec.stage, spec.streaming, self._lifelines)
+                name: StageClient(name, handle, labels, spec.streaming, self._lifelines)
                 for name, handle in upstream.items()
             },
             processors={edge.processor: import_dotted(edge.processor) for edge in self._stage.inputs},
@@ -104,6 +111,16 @@ class Stage:
             ),
         )
 
+        self._gauges = asyncio.get_running_loop().create_task(self._set_gauges(engine))
+
+    async def _set_gauges(self, engine: Engine) -> None:
+        while True:
+            held = [run.held() for run in self._runs]
+            now = time.monotonic()
+            leads = [lead for run in self._runs if (lead := run.watch.playback.lead_s(now)) is not None]
+            self._meters.now(engine.stats(), leads, sum(n for n, _ in held), sum(size for _, size in held))
+            await asyncio.sleep(GAUGES_EVERY_S)
+
     def _progress(self, line: str) -> None:
         logger.info("%s: %s", self._stage.name, line)
 
@@ -118,6 +135,7 @@ class Stage:
             end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone(f"{caller.consumer} is gone")))
         self._ongoing[key] += 1
         self._totals["started"] += 1
+        self._runs.add(run)
         try:
             async for batch in run.outbox.batches():
                 self._totals["messages"] += 1
@@ -144,6 +162,8 @@ class Stage:
         finally:
             await self._end(run, end, tasks, outcome in ("finished", "refused"))
             self._totals[outcome] += 1
+            self._runs.discard(run)
+            self._meters.ended(outcome, run.watch)
             self._ongoing[key] -= 1
             if not self._ongoing[key]:
                 del self._ongoing[key]
@@ -186,6 +206,8 @@ class Stage:
 
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook."""
+        if self._gauges is not None:
+            self._gauges.cancel()
         if self._engine is not None:
             await self._engine.stop()
             await self._lifelines.stop()

@@ -27,16 +27,19 @@ from omni_ray.errors import (
 )
 from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturated
 from omni_ray.serve.lifeline import ConsumerEnd, Latent, LifelineHost
+from omni_ray.serve.meters import EdgeMeters, Labels
+from omni_ray.serve.outbox import nbytes_of
 
 logger = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """An event and the means to say that its latent was read."""
+    """An event, the means to say that its latent was read, and where the time of reading it is recorded."""
 
     event: Event
     latent: Latent | None
+    edge: EdgeMeters
 
     def read(self) -> None:
         """The latent behind the event's ref, if there is one, was used or is not wanted: the producer may go on."""
@@ -48,10 +51,11 @@ class StageClient:
     """Opens streams to one stage on behalf of one consumer."""
 
     def __init__(
-        self, stage: str, handle: DeploymentHandle, consumer: str, streaming: StreamingConfig, lifelines: LifelineHost
+        self, stage: str, handle: DeploymentHandle, labels: Labels, streaming: StreamingConfig, lifelines: LifelineHost
     ) -> None:
         self.stage = stage
-        self._consumer = consumer
+        self._consumer = labels.stage
+        self._edge = EdgeMeters(labels, stage)
         self._streaming = streaming
         self._lifelines = lifelines
         grpc: dict[str, Any] = {"request_serialization": "pickle", "response_serialization": "pickle"}
@@ -110,14 +114,22 @@ class StageClient:
                         raise
                 if ours is not None:
                     raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
+                self._measure(batch)
                 for event in batch:
                     if isinstance(event, Saturated):
                         raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
                     ref_bytes = event.ref_bytes if isinstance(event, OutputEvent) else 0
-                    yield Received(event, end.arrived(ref_bytes) if end is not None and ref_bytes else None)
+                    latent = end.arrived(ref_bytes) if end is not None and ref_bytes else None
+                    yield Received(event, latent, self._edge)
                 limit = self._streaming.idle_timeout_s
         finally:
             response.cancel()
+
+    def _measure(self, batch: list[Event]) -> None:
+        last = batch[-1]
+        sent_at = last.sent_at if isinstance(last, OutputEvent) else 0.0
+        refs = sum(event.ref_bytes for event in batch if isinstance(event, OutputEvent))
+        self._edge.received(refs + sum(map(nbytes_of, batch)), sent_at)
 
     def _mapped(self, error: BaseException) -> BaseException:
         """Our error for whatever the handle raised."""

@@ -5,6 +5,7 @@ Upstream streams open when the engine first asks for input, so a full engine ref
 """
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
@@ -37,6 +38,7 @@ from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, split_audio
 from omni_ray.serve.planner import PlanStage, feeding_edge
 from omni_ray.serve.records import recordable
 from omni_ray.serve.stage_client import Received, StageClient
+from omni_ray.serve.watch import Watch
 
 Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
 _PARTS: Mapping[type[Clip], RequestPart] = {
@@ -83,6 +85,7 @@ class StageRun:
         self._refs: list[weakref.ref[OutputEvent]] = []  # weak: an event that was sent and read is gone
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms, announced=bool(envelope.resume))
+        self.watch = Watch()
 
     async def go(self) -> None:
         """Run to the end; any failure closes the outbox with it."""
@@ -108,6 +111,11 @@ class StageRun:
             if (event := known()) is not None:
                 event.ref = None
 
+    def held(self) -> tuple[int, int]:
+        """Object refs that this run still knows, and the bytes behind them."""
+        events = [event for known in self._refs if (event := known()) is not None and event.ref is not None]
+        return len(events), sum(event.ref_bytes for event in events)
+
     def _upstream_wanted(self) -> bool:
         """Whether something further down still takes outputs that come from upstream through this stage."""
         name = self._parts.stage.name
@@ -131,6 +139,7 @@ class StageRun:
                 if not opened:
                     self.outbox.put(self._parts.opened)
                     opened = True
+                self.watch.output(output)
                 if isinstance(output, Finish):
                     finished = True
                     if output.reason == "stop" and self._cut_short:
@@ -205,6 +214,7 @@ class StageRun:
 
     async def _inputs(self, edge: Edge) -> AsyncGenerator[Any, None]:
         """The edge's processor over its source, both closed with this generator."""
+        self.watch.asks()
         source = self._clips(edge) if edge.source == REQUEST else self._chunks(edge.source)
         processor = self._parts.processors[edge.processor]
         async with aclosing(source), aclosing(processor(self._envelope.request, source)) as items:
@@ -237,7 +247,13 @@ class StageRun:
             if event.ref_bytes and event.ref is None:
                 continue  # its producer abandoned the stream; the error follows
             try:
-                yield event.output if event.ref is None else await load_output(event)
+                if event.ref is None:
+                    yield event.output
+                else:
+                    began = time.monotonic()
+                    chunk = await load_output(event)
+                    received.edge.read(time.monotonic() - began)
+                    yield chunk
             finally:
                 received.read()  # the consumer came back for more, or wants no more
 

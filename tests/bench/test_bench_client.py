@@ -19,13 +19,13 @@ import uvicorn
 
 from omni_ray.bench.answer import Answer
 from omni_ray.bench.load import Run, Target, run
-from omni_ray.bench.playback import Playback
 from omni_ray.bench.sound import SoundMeter, UnreadableAnswerError
 from omni_ray.bench.sse import EventReader
 from omni_ray.bench.wire import ChatReader, SpeechReader, TranscriptReader, body_of
 from omni_ray.bench.workload import Asks, Workload, arrival_times
 from omni_ray.cli import main
 from omni_ray.errors import ConfigError
+from omni_ray.playback import Playback
 from tests.bench.fake_vllm_omni import make_app, wav
 from tests.conftest import free_port
 

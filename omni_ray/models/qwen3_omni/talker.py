@@ -159,6 +159,10 @@ class Qwen3OmniTalker(CodecLM):
         self._last[slot] = self._codec.weight[self._markers.codec_bos]
         return 0
 
+    def kv_bytes(self) -> int:
+        """See ``SlotModel.kv_bytes``."""
+        return int(self._talker.keys.nbytes + self._talker.values.nbytes)
+
     def release(self, slot: int) -> None:
         """See ``SlotModel.release``; the slot's next request overwrites its KV."""
         self._slots.pop(slot, None)

@@ -171,6 +171,14 @@ class Qwen3OmniThinker(ARModel):
         logits = self._decoder.logits(hidden[:, 0])
         return logits if len(taken) == len(rows) else logits[taken]
 
+    def kv_bytes(self) -> int:
+        """See ``SlotModel.kv_bytes``."""
+        return int(self._decoder.kv.nbytes)
+
+    def encoder_bytes(self) -> int:
+        """See ``SlotModel.encoder_bytes``."""
+        return sum(prompt.feature_bytes() for prompt in list(self._prompts) if prompt is not None)
+
     def release(self, slot: int) -> None:
         """Drop the prompt's features and rows; the KV is overwritten by the slot's next request."""
         self._prompts[slot], self._rows[slot] = None, []

@@ -66,6 +66,12 @@ class ThinkerPrompt:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def feature_bytes(self) -> int:
+        """Bytes of what the towers made of its media."""
+        seen = () if self.seen is None else (self.seen.rows, *self.seen.deepstack)
+        heard = () if self.heard is None else (self.heard,)
+        return sum(int(tensor.nbytes) for tensor in (*heard, *seen))
+
     def __getitem__(self, piece: slice) -> Piece:
         start, stop, _ = piece.indices(len(self.ids))
         heard, seen = _inside(self.heard_at, start, stop), _inside(self.seen_at, start, stop)

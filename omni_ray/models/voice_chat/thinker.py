@@ -81,6 +81,10 @@ class SmolLM2Thinker(ARModel):
         """See ``ARModel.step``."""
         return self._llama.step(slots, last_ids, positions)
 
+    def kv_bytes(self) -> int:
+        """See ``SlotModel.kv_bytes``."""
+        return int(self._llama.kv.nbytes)
+
     def release(self, slot: int) -> None:
         """Nothing to free: the slot's next request overwrites it."""
 

@@ -71,7 +71,7 @@ def make_app(dispatcher: Dispatcher, api_keys: Mapping[str, str], replicas: int 
     app.add_exception_handler(OmniRayError, on_omni_ray_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, ended=dispatcher.request_ended)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

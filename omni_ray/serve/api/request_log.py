@@ -5,6 +5,7 @@ import contextlib
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -30,7 +31,7 @@ class RequestInfo:
         traceparent: W3C trace context, or None.
         api_key: the key's name, set by the key check.
         served_s: what its key had been served before it, see ``Shares``.
-        status: 0 until the status line is sent.
+        status: 0 until the status line is sent. refused: it told the client to come back later.
         audio_seconds: sound sent so far. clipped: its samples that lay outside [-1, 1].
         outcome: ``ok``, ``disconnected``, or the error that ended a stream in its middle.
         held: what the request holds until it is over, however it ends: its place in the server.
@@ -42,6 +43,7 @@ class RequestInfo:
     api_key: str = ANONYMOUS
     served_s: float = 0.0
     status: int = 0
+    refused: bool = False
     audio_seconds: float = 0.0
     clipped: int = 0
     outcome: str = "ok"
@@ -58,10 +60,11 @@ class AbortedResponse(Exception):
 
 
 class RequestLog:
-    """ASGI middleware."""
+    """ASGI middleware. ``ended`` gets each request's route, outcome (as metrics count it) and seconds."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, ended: Callable[[str, str, float], None]) -> None:
         self._app = app
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 - ASGI
         if scope["type"] != "http":
@@ -77,8 +80,9 @@ class RequestLog:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                info.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = info.client_id or info.request_id
+                headers = MutableHeaders(scope=message)
+                info.status, info.refused = message["status"], "retry-after" in headers
+                headers["x-request-id"] = info.client_id or info.request_id
             await send(message)
 
         try:
@@ -97,22 +101,40 @@ class RequestLog:
             await error_response(public_error(error, info.request_id))(scope, receive, send_with_id)
         finally:
             info.held.close()
-            _log_line(scope, info, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._ended(_route(scope), _counted(info), seconds)
+            _log_line(scope, info, seconds)
 
 
 def _matching(pattern: re.Pattern[str], value: str | None) -> str | None:
     return value if value is not None and pattern.fullmatch(value) else None
 
 
-def _log_line(scope: Scope, info: RequestInfo, seconds: float) -> None:
+def _route(scope: Scope) -> str:
+    """The route's path; one word for all unknown ones, so that strangers cannot make up metric labels."""
     route = scope.get("route")
+    return str(route.path) if route is not None else "unmatched"
+
+
+def _counted(info: RequestInfo) -> str:
+    """The outcome as metrics count it; in a stream that had begun, an error is ``failed`` whatever it is."""
+    if info.outcome == "disconnected":
+        return "disconnected"
+    if info.refused:
+        return "refused"
+    if 400 <= info.status < 500:
+        return "invalid"
+    return "ok" if info.outcome == "ok" and info.status < 500 else "failed"
+
+
+def _log_line(scope: Scope, info: RequestInfo, seconds: float) -> None:
     log.info(
         "request %s client_id=%s key=%s %s %s status=%d outcome=%s seconds=%.3f audio_seconds=%.3f clipped=%d",
         info.request_id,
         info.client_id or "-",
         info.api_key or "-",
         scope["method"],
-        route.path if route is not None else "unmatched",
+        _route(scope),
         info.status,
         info.outcome,
         seconds,

@@ -175,6 +175,10 @@ class FakeDispatcher:
         self.steps = 0
         self.completed = 0
         self.ready = Readiness(True, {})
+        self.ended: list[tuple[str, str]] = []
+
+    def request_ended(self, route: str, outcome: str, seconds: float) -> None:
+        self.ended.append((route, outcome))
 
     def plan(self, outputs: Collection[OutputKind], parts: Collection[RequestPart]) -> Plan:
         return make_plan(self.pipeline, outputs, parts)

@@ -31,3 +31,7 @@ class Playback:
             self.underrun_s = max(self.underrun_s, at - self.first - self.audio_s)
         self.last = at
         self.audio_s += seconds
+
+    def lead_s(self, now: float) -> float | None:
+        """Seconds of sound in hand: below 0 the player stands still. None before the first sound."""
+        return None if self.first is None else self.audio_s - (now - self.first)

@@ -1,0 +1,1 @@
+"""What is measured, as data, and what is made from it: dashboard, alert rules, Prometheus settings. Knows no Ray."""
