@@ -176,6 +176,21 @@ def check(reference: Reference, pcm: bytes, text: str) -> None:
     assert np.abs(got - reference.samples).max() <= tolerance
 
 
+async def check_usage(client: Any, reference: Reference) -> None:
+    """C56: text and audio tokens are counted, streamed or not; text alone starts no talker."""
+    for modalities, audio_tokens in ((["text", "audio"], FRAMES), (["text"], 0)):
+        asked = body(reference.messages, modalities=modalities, stream_options={"include_usage": True})
+        chunks = parse_sse((await client.post("/v1/chat/completions", json=asked)).text)
+        assert heard(chunks)[1] == reference.text
+        del asked["stream_options"]
+        whole = (await client.post("/v1/chat/completions", json={**asked, "stream": False})).json()
+        assert chunks[-1]["choices"] == []
+        for usage in (chunks[-1]["usage"], whole["usage"]):
+            details = usage["completion_tokens_details"]
+            assert (details["audio_tokens"], usage["completion_tokens"]) == (audio_tokens, TEXT_TOKENS + audio_tokens)
+            assert usage["prompt_tokens"] > 0
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_streams_equal_upstream(
     serving: Serving, tiny: Path, references: dict[str, Reference], replicas: int
@@ -198,7 +213,8 @@ async def test_streams_equal_upstream(
             await ask(client, kind, True)
         await asyncio.gather(*(ask(client, kind, stream) for kind in KINDS for stream in (True, False)))
         voices = (await client.get("/v1/audio/voices")).json()
-        assert "ethan" in str(voices)
+        assert sorted(voices["voices"]) == ["chelsie", "ethan"]
+        await check_usage(client, references["text"])
         unknown = await client.post(
             "/v1/chat/completions", json=body(references["text"].messages, audio={"voice": "nobody", "format": "pcm16"})
         )
