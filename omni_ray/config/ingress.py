@@ -93,6 +93,7 @@ class IngressConfig(StrictModel):
         max_answer_mb: encoded sound of one answer, streamed or not: what a proxy may have to keep for a slow reader.
         idle_timeout_s: longest silence of each kind of output.
         max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
+        max_media_mb: decoded media that one ingress replica holds at once; beyond it requests are answered 503.
         api_keys_env: environment variable with API keys, ``name:key,name:key``; unset means no keys are asked for.
         key_limits, key_limits_of: limits of every key, and of single ones by their names instead. All are divided by
             the number of ingress replicas.
@@ -124,6 +125,7 @@ class IngressConfig(StrictModel):
     max_answer_mb: float = Field(default=64, gt=0)
     idle_timeout_s: IdleTimeouts = IdleTimeouts()
     max_bodies_mb: float = Field(default=512, gt=0)
+    max_media_mb: float = Field(default=2048, gt=0)
     api_keys_env: str | None = None
     key_limits: KeyLimits = KeyLimits()
     key_limits_of: dict[str, KeyLimits] = Field(default_factory=dict)

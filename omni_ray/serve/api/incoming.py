@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Iterator
 
 from starlette.requests import Request
 
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError
+from omni_ray.serve.api.request_log import info_of
 
 MB = 2**20
 _SLOWEST_BYTES_PER_S = 10_000
@@ -18,11 +20,15 @@ class Bodies:
 
     Attributes:
         held: their bytes.
+        media_held: bytes of all decoded media of requests that are not over: a small file may hold a large picture.
+        decoding: held while one medium is decoded, so that many do not take the threads that encode live streams.
     """
 
     def __init__(self, config: IngressConfig) -> None:
         self.config = config
         self.held = 0
+        self.media_held = 0
+        self.decoding = asyncio.Semaphore(max(2, (os.cpu_count() or 2) // 2))
         self._most = int(max(config.max_bodies_mb, config.max_body_mb) * MB)
 
     @contextlib.contextmanager
@@ -33,6 +39,17 @@ class Bodies:
             yield body
         finally:
             self.held -= body.size
+
+    @contextlib.contextmanager
+    def keep_media(self, size: int) -> Iterator[None]:
+        """Counts ``size`` bytes of decoded media until the block ends; ``SaturatedError`` if they are too many."""
+        if self.media_held + size > self.config.max_media_mb * MB:
+            raise SaturatedError(f"this server already holds {self.media_held // MB} MB of decoded media")
+        self.media_held += size
+        try:
+            yield
+        finally:
+            self.media_held -= size
 
     def add(self, size: int) -> None:
         """Counts ``size`` more bytes; ``SaturatedError`` if they are too many."""
@@ -47,12 +64,14 @@ class Body:
     Attributes:
         content_type: without parameters, lower case.
         size: bytes that arrived so far, or were fetched for it.
+        info: the request's.
     """
 
     def __init__(self, request: Request, bodies: Bodies) -> None:
         self.headers = request.headers
         self.content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         self.size = 0
+        self.info = info_of(request)
         self._request = request
         self._bodies = bodies
         self._limit = int(bodies.config.max_body_mb * MB)

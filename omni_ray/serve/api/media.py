@@ -1,8 +1,8 @@
 """Media that came with a request: base64, bytes or a URL -> decoded clips, off the event loop and bounded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from omni_ray.audio import decode_audio, decode_base64
 from omni_ray.engine.types import AudioClip, Clip, ImageClip, VideoClip
@@ -14,6 +14,8 @@ from omni_ray.serve.api.threads import in_thread
 from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.video import decode_sound, decode_video
 
+P = ParamSpec("P")
+C = TypeVar("C", AudioClip, ImageClip, VideoClip)
 Kind = Literal["audio", "image", "video"]
 _TOTAL_SECONDS = 600.0  # of all clips together, where one clip may be shorter; bounds memory, not the models
 
@@ -49,6 +51,7 @@ async def decode_clips(
         audio_in_video: give every video's sound too, as a clip of the same index behind it.
 
     Raises:
+        SaturatedError: the media of all requests together are too large.
         InvalidRequestError: not base64, not what its kind says, empty, not to be had from its URL, or too long or
             large alone or together.
         PayloadTooLargeError: one clip is over ``max_audio_mb``.
@@ -61,22 +64,30 @@ async def decode_clips(
     video_pixels = int(dispatcher.config.max_video_mpixels * 1e6)
     for index, clip in enumerate([await _fetched(service, body, clip) for clip in encoded]):
         if clip.kind == "image":
-            picture = await in_thread(_decode_image, dispatcher, clip, index, pixels)
+            picture = await _decoded(service, body, _decode_image, dispatcher, clip, index, pixels)
             pixels -= picture.pixels.shape[0] * picture.pixels.shape[1]
             clips.append(picture)
             continue
         if clip.kind == "video":
-            video = await in_thread(_decode_video, dispatcher, clip, index, video_pixels)
+            video = await _decoded(service, body, _decode_video, dispatcher, clip, index, video_pixels)
             video_pixels -= video.frames.size // 3
             clips.append(video)
             if not audio_in_video:
                 continue
-        decoded = await in_thread(_decode_audio, dispatcher, clip, index, rate)
+        decoded = await _decoded(service, body, _decode_audio, dispatcher, clip, index, rate)
         seconds += len(decoded.samples) / rate
         if seconds > total_s:
             raise InvalidRequestError(f"{clip.param}: all clips together are longer than {total_s:g} s", clip.param)
         clips.append(decoded)
     return tuple(clips)
+
+
+async def _decoded(service: Service, body: Body, decode: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
+    """What ``decode`` gives, in a thread; its bytes count until the request is over."""
+    async with service.bodies.decoding:
+        clip = await in_thread(decode, *args, **kwargs)
+    body.info.held.enter_context(service.bodies.keep_media(_nbytes(clip)))
+    return clip
 
 
 async def _fetched(service: Service, body: Body, clip: EncodedClip) -> EncodedClip:
@@ -115,3 +126,9 @@ def _bytes(dispatcher: Dispatcher, clip: EncodedClip) -> bytes:
         return clip.data
     assert isinstance(clip.data, str)
     return decode_base64(clip.data, param=clip.param, max_bytes=int(dispatcher.config.max_audio_mb * MB))
+
+
+def _nbytes(clip: Clip) -> int:
+    match clip:
+        case AudioClip(samples=array) | ImageClip(pixels=array) | VideoClip(frames=array):
+            return array.nbytes
