@@ -21,6 +21,7 @@ from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys
 from omni_ray.serve.api.models import model_routes
 from omni_ray.serve.api.request_log import RequestLog, info_of
+from omni_ray.serve.api.schema import ERRORS
 from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.speech import speech_routes
 from omni_ray.serve.api.transcription import transcription_routes
@@ -62,7 +63,7 @@ def make_app(dispatcher: Dispatcher, api_keys: Mapping[str, str], replicas: int 
     ) -> None:
         info_of(request).api_key = service.keys.check(credentials.credentials if credentials else None)
 
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)], responses=ERRORS)
     for routes in (chat_routes, speech_routes, transcription_routes, model_routes):
         v1.include_router(routes(service))
     app.include_router(v1)

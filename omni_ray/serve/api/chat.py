@@ -18,7 +18,7 @@ from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.media import decode_clips
 from omni_ray.serve.api.priority import CHAT
 from omni_ray.serve.api.request_log import RequestInfo, info_of
-from omni_ray.serve.api.schema import json_body
+from omni_ray.serve.api.schema import answers, json_body
 from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.sound import Sound
 
@@ -30,7 +30,12 @@ def chat_routes(service: Service) -> APIRouter:
     router = APIRouter()
     model = with_extras(chat_body(service.dispatcher.config.max_messages), service.dispatcher.extras)
 
-    @router.post("/chat/completions", openapi_extra=json_body(model))
+    @router.post(
+        "/chat/completions",
+        openapi_extra=json_body(model, service.dispatcher.model_name),
+        response_class=Response,
+        responses=answers("application/json", "text/event-stream"),
+    )
     async def create_chat_completion(request: Request) -> Response:
         """Text and speech from a chat; streamed as server-sent events."""
         chat_route_exists(service)

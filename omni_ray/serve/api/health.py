@@ -5,6 +5,7 @@ from starlette.responses import JSONResponse
 
 from omni_ray.errors import NotReadyError
 from omni_ray.serve.api.errors import error_body, error_headers
+from omni_ray.serve.api.schema import ERRORS
 from omni_ray.serve.api.service import Service
 
 _MAX_REASON = 200
@@ -12,7 +13,7 @@ _MAX_REASON = 200
 
 def health_routes(service: Service) -> APIRouter:
     """The routes; they ask for no key."""
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.get("/health")
     async def health() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from omni_ray.audio import FORMATS
 from omni_ray.errors import NotFoundError, TruncatedError
 from omni_ray.serve.api import sse
 from omni_ray.serve.api.body import read_json, with_extras
@@ -16,7 +17,7 @@ from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
-from omni_ray.serve.api.schema import json_body
+from omni_ray.serve.api.schema import answers, json_body
 from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.sound import Sound
 from omni_ray.serve.api.speech_request import Delivery, SpeechBody, SpeechCall, read_speech
@@ -31,7 +32,12 @@ def speech_routes(service: Service) -> APIRouter:
     extras = service.dispatcher.extras
     model = with_extras(SpeechBody, extras)
 
-    @router.post("/audio/speech", openapi_extra=json_body(model))
+    @router.post(
+        "/audio/speech",
+        openapi_extra=json_body(model, service.dispatcher.model_name),
+        response_class=Response,
+        responses=answers(*(format.content_type for format in FORMATS.values()), "text/event-stream"),
+    )
     async def create_speech(request: Request) -> Response:
         """Speech from text: raw bytes as they are made, server-sent events, or one whole file.
 

@@ -13,7 +13,7 @@ from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
 from omni_ray.serve.api.media import decode_clips
 from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
-from omni_ray.serve.api.schema import form_body
+from omni_ray.serve.api.schema import answers, form_body
 from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.transcript import Transcript
 from omni_ray.serve.api.transcription_request import TranscriptionCall, TranscriptionForm, read_transcription
@@ -24,7 +24,12 @@ def transcription_routes(service: Service) -> APIRouter:
     """The route."""
     router = APIRouter()
 
-    @router.post("/audio/transcriptions", openapi_extra=form_body(TranscriptionForm))
+    @router.post(
+        "/audio/transcriptions",
+        openapi_extra=form_body(TranscriptionForm, service.dispatcher.model_name),
+        response_class=Response,
+        responses=answers("application/json", "text/plain", "application/x-subrip", "text/vtt", "text/event-stream"),
+    )
     async def create_transcription(request: Request) -> Response:
         """Text from an uploaded audio file."""
         plan = service.route_plan("transcript", "input_audio")
