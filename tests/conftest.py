@@ -15,6 +15,7 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
 
 MAX_APPS = 3
 """Applications kept alive at once: every replica is a process of some 90 MB."""
@@ -24,6 +25,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+COLLECTOR_PORT = free_port()
+"""Where replicas with tracing on send their spans; replicas get it from Ray's processes, which get it from here."""
+os.environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = f"http://127.0.0.1:{COLLECTOR_PORT}/v1/traces"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,18 @@ class StreamingConfig(StrictModel):
     idle_timeout_s: float = Field(default=60, gt=0)
 
 
+class ObserveConfig(StrictModel):
+    """What is told about requests, beside metrics.
+
+    Attributes:
+        tracing: OpenTelemetry spans; where they go is said by OpenTelemetry's own environment variables.
+        log_content: write what users say into the log; else no line holds any of it.
+    """
+
+    tracing: bool = False
+    log_content: bool = False
+
+
 class DeployConfig(StrictModel):
     """Placement and sizes of one pipeline.
 
@@ -76,6 +88,7 @@ class DeployConfig(StrictModel):
     async_chunk: bool = True
     stages: dict[str, StageDeployConfig] = Field(default_factory=dict)
     streaming: StreamingConfig = StreamingConfig()
+    observe: ObserveConfig = ObserveConfig()
     ingress: IngressConfig = IngressConfig()
 
     def stage(self, name: str) -> StageDeployConfig:

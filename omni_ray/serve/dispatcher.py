@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeStatus
 
-from omni_ray.config.deploy import StreamingConfig
+from omni_ray.config.deploy import ObserveConfig, StreamingConfig
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import OutputKind, PipelineConfig, RequestPart
 from omni_ray.engine.types import Clip, Request
@@ -22,10 +22,12 @@ from omni_ray.serve.attempts import Attempts, Tenants
 from omni_ray.serve.events import Envelope, Event, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.lifeline import LifelineHost
+from omni_ray.serve.logs import log_content
 from omni_ray.serve.meters import IngressMeters, Labels
 from omni_ray.serve.planner import Plan, make_plan
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.stage_client import StageClient
+from omni_ray.serve.tracing import RunTrace, Tracing
 from omni_ray.serve.watch import Watch
 
 logger = logging.getLogger("ray.serve")
@@ -61,6 +63,7 @@ class Dispatcher:
         pipeline: PipelineConfig,
         config: IngressConfig,
         streaming: StreamingConfig,
+        observe: ObserveConfig,
         model_name: str,
         handles: Mapping[str, DeploymentHandle],
         host: str,
@@ -78,6 +81,8 @@ class Dispatcher:
             name: StageClient(name, handle, labels, streaming, self._lifelines) for name, handle in handles.items()
         }
         self._meters = IngressMeters(labels)
+        self._tracing = Tracing(labels) if observe.tracing else None
+        self._log_content = observe.log_content
         self._readiness = Readiness(False, {name: "not asked yet" for name in handles})
         self._was_ready = asyncio.Event()
         self._active = 0
@@ -125,28 +130,40 @@ class Dispatcher:
             StageFailedError: and its kinds, at any time.
         """
         await self._started()
-        envelope = Envelope(request, plan, await store_clips(clips, self._streaming.inline_bytes), traceparent)
+        if self._log_content:
+            log_content(request)
+        watch = Watch()
+        stored = await store_clips(clips, self._streaming.inline_bytes)
+        trace = self._tracing.begin(*request.key, traceparent) if self._tracing is not None else None
+        if trace is not None:
+            traceparent = trace.traceparent
+        envelope = Envelope(request, plan, stored, traceparent)
         attempts = Attempts(self.config, self._tenants, envelope, self._streaming.first_chunk_timeout_s)
         deadline = asyncio.get_running_loop().time() + self.max_audio_seconds + STREAM_MARGIN_S
         complete = False
-        watch = Watch()
+        outcome = "cancelled"
         try:
             while not complete:
                 try:
-                    async with aclosing(self._attempt(attempts.envelope, deadline)) as events:
+                    async with aclosing(self._attempt(attempts.envelope, deadline, trace)) as events:
                         async for event in events:
                             if (new := attempts.take(event)) is not None:
                                 watch.output(new.output)
                                 yield new
-                    complete = True
+                    complete, outcome = True, "finished"
                 except ReplicaDiedError as error:
                     attempts.again(error)
                     self._meters.retried("takeover" if attempts.envelope.resume else "retry")
                 except SaturatedError as error:
                     await attempts.wait(error)
+        except Exception:
+            outcome = "failed"
+            raise
         finally:
             attempts.close()
             self._meters.stream_ended(watch)
+            if trace is not None:
+                trace.end(watch, outcome)
             if envelope.holds_refs() and not complete:
                 self._collector.soon()
 
@@ -163,10 +180,12 @@ class Dispatcher:
             waiting = ", ".join(self._readiness.waiting)
             raise NotReadyError(f"starting: waiting for {waiting}", retry_after_s=5) from None
 
-    async def _attempt(self, envelope: Envelope, deadline: float) -> AsyncGenerator[Event, None]:
+    async def _attempt(
+        self, envelope: Envelope, deadline: float, trace: RunTrace | None
+    ) -> AsyncGenerator[Event, None]:
         """Events of one attempt."""
         loop = asyncio.get_running_loop()
-        async with aclosing(self._clients[envelope.plan.trunk].stream(envelope)) as stream:
+        async with aclosing(self._clients[envelope.plan.trunk].stream(envelope, trace)) as stream:
             async for received in stream:
                 if loop.time() > deadline:
                     raise StageTimeoutError(
@@ -227,6 +246,8 @@ class Dispatcher:
         self._watch.cancel()
         self._status_thread.shutdown(wait=False)
         await self._lifelines.stop()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.stop)
 
 
 def _first_line(message: str) -> str:

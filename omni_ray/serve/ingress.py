@@ -11,6 +11,7 @@ from omni_ray.registry import load_plugins
 from omni_ray.serve.api.app import make_app
 from omni_ray.serve.api.keys import read_api_keys
 from omni_ray.serve.dispatcher import Dispatcher
+from omni_ray.serve.logs import log_as
 from omni_ray.serve.meters import Labels
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import IngressSpec
@@ -29,7 +30,10 @@ class Ingress:
         host = ray.util.get_node_ip_address()
         context = serve.get_replica_context()
         labels = Labels(context.app_name, spec.pipeline.name, "ingress", context.replica_tag)
-        self._dispatcher = Dispatcher(spec.pipeline, spec.config, spec.streaming, spec.model_name, stages, host, labels)
+        log_as(spec.pipeline.name, "ingress")
+        self._dispatcher = Dispatcher(
+            spec.pipeline, spec.config, spec.streaming, spec.observe, spec.model_name, stages, host, labels
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the app after the constructor."""

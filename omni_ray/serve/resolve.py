@@ -166,6 +166,7 @@ def _deployments(
                 sampling=config.stage(stage.name).sampling,
                 streaming=config.streaming,
                 async_chunk=config.async_chunk,
+                observe=config.observe,
                 derived=derived,
             )
         )
@@ -176,7 +177,7 @@ def _deployments(
     if derived is None:
         return specs, None
     model_name = args.served_model_name or config.served_model_name or pipeline.name
-    return specs, IngressSpec(pipeline, config.ingress, config.streaming, model_name, derived)
+    return specs, IngressSpec(pipeline, config.ingress, config.streaming, config.observe, model_name, derived)
 
 
 def _derived(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from omni_ray.config.deploy import StreamingConfig
+from omni_ray.config.deploy import ObserveConfig, StreamingConfig
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import PipelineConfig
 from omni_ray.config.sampling import SamplingParams
@@ -25,6 +25,7 @@ class StageSpec:
     sampling: SamplingParams
     streaming: StreamingConfig
     async_chunk: bool
+    observe: ObserveConfig
     derived: ServeOptions
 
 
@@ -35,5 +36,6 @@ class IngressSpec:
     pipeline: PipelineConfig
     config: IngressConfig
     streaming: StreamingConfig
+    observe: ObserveConfig
     model_name: str
     derived: ServeOptions

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import ray
@@ -19,12 +19,14 @@ from omni_ray.errors import EngineDiedError, OmniRayError, ReplicaDiedError, Sat
 from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
+from omni_ray.serve.logs import log_as, log_request
 from omni_ray.serve.meters import GAUGES_EVERY_S, Labels, StageMeters
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import StageClient
 from omni_ray.serve.stage_run import StageParts, StageRun
+from omni_ray.serve.tracing import Tracing
 from omni_ray.serve.version import code_version
 
 logger = logging.getLogger("ray.serve")
@@ -58,7 +60,9 @@ class Stage:
         context = serve.get_replica_context()
         self._replica: str = context.replica_tag
         labels = Labels(context.app_name, spec.pipeline.name, spec.stage, self._replica)
+        log_as(spec.pipeline.name, spec.stage)
         self._meters = StageMeters(labels)
+        self._tracing = Tracing(labels) if spec.observe.tracing else None
         self._runs: set[StageRun] = set()
         self._gauges: asyncio.Task[None] | None = None
         self._ongoing: Counter[tuple[str, int]] = Counter()
@@ -128,7 +132,12 @@ class Stage:
         """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""
         key, outcome = envelope.request.key, "cancelled"
         end = ProducerEnd(self._window) if caller.lifeline is not None else None
-        run = StageRun(self._parts, envelope, end)
+        log_request(envelope.request.request_id)
+        trace = None
+        if self._tracing is not None:
+            trace = self._tracing.begin(*key, envelope.traceparent)
+            envelope = replace(envelope, traceparent=trace.traceparent)
+        run = StageRun(self._parts, envelope, end, trace)
         tasks = [asyncio.create_task(run.go())]
         if end is not None and caller.lifeline is not None:
             tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
@@ -164,6 +173,8 @@ class Stage:
             self._totals[outcome] += 1
             self._runs.discard(run)
             self._meters.ended(outcome, run.watch)
+            if trace is not None:
+                trace.end(run.watch, outcome)
             self._ongoing[key] -= 1
             if not self._ongoing[key]:
                 del self._ongoing[key]
@@ -211,6 +222,8 @@ class Stage:
         if self._engine is not None:
             await self._engine.stop()
             await self._lifelines.stop()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.stop)
 
 
 def _leave(error: EngineDiedError) -> NoReturn:

@@ -6,6 +6,7 @@ the cancellation in ``finally`` (``break`` and ``del`` do not cancel a Serve str
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturate
 from omni_ray.serve.lifeline import ConsumerEnd, Latent, LifelineHost
 from omni_ray.serve.meters import EdgeMeters, Labels
 from omni_ray.serve.outbox import nbytes_of
+from omni_ray.serve.tracing import Hop, RunTrace
 
 logger = logging.getLogger("ray.serve")
 
@@ -73,8 +75,8 @@ class StageClient:
         except Exception as error:  # every failure of a ping means the same: not ready
             raise NotReadyError(f"stage {self.stage}: {type(error).__name__}") from error
 
-    async def stream(self, envelope: Envelope) -> AsyncGenerator[Received, None]:
-        """Every event of one call of ``run``, one by one.
+    async def stream(self, envelope: Envelope, trace: RunTrace | None = None) -> AsyncGenerator[Received, None]:
+        """Every event of one call of ``run``, one by one; ``trace`` notes each message.
 
         Raises:
             SaturatedError, NotReadyError, ReplicaDiedError, StageTimeoutError, StageFailedError: see ``errors``.
@@ -83,17 +85,17 @@ class StageClient:
         if by_reference:
             async with (
                 self._lifelines.open() as end,
-                aclosing(self._events(self._by_reference, envelope, end)) as events,
+                aclosing(self._events(self._by_reference, envelope, end, trace)) as events,
             ):
                 async for received in events:
                     yield received
         else:
-            async with aclosing(self._events(self._by_value, envelope, None)) as events:
+            async with aclosing(self._events(self._by_value, envelope, None, trace)) as events:
                 async for received in events:
                     yield received
 
     async def _events(
-        self, handle: DeploymentHandle, envelope: Envelope, end: ConsumerEnd | None
+        self, handle: DeploymentHandle, envelope: Envelope, end: ConsumerEnd | None, trace: RunTrace | None
     ) -> AsyncGenerator[Received, None]:
         limit = self._streaming.first_chunk_timeout_s
         response = handle.remote(envelope, Caller(self._consumer, end.address if end else None))
@@ -114,7 +116,7 @@ class StageClient:
                         raise
                 if ours is not None:
                     raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
-                self._measure(batch)
+                self._measure(batch, trace)
                 for event in batch:
                     if isinstance(event, Saturated):
                         raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
@@ -125,11 +127,14 @@ class StageClient:
         finally:
             response.cancel()
 
-    def _measure(self, batch: list[Event]) -> None:
+    def _measure(self, batch: list[Event], trace: RunTrace | None) -> None:
         last = batch[-1]
         sent_at = last.sent_at if isinstance(last, OutputEvent) else 0.0
         refs = sum(event.ref_bytes for event in batch if isinstance(event, OutputEvent))
-        self._edge.received(refs + sum(map(nbytes_of, batch)), sent_at)
+        nbytes = refs + sum(map(nbytes_of, batch))
+        self._edge.received(nbytes, sent_at)
+        if trace is not None and sent_at:
+            trace.hop(Hop(self.stage, sent_at, time.time(), nbytes, len(batch)))
 
     def _mapped(self, error: BaseException) -> BaseException:
         """Our error for whatever the handle raised."""

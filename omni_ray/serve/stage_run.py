@@ -38,6 +38,7 @@ from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, split_audio
 from omni_ray.serve.planner import PlanStage, feeding_edge
 from omni_ray.serve.records import recordable
 from omni_ray.serve.stage_client import Received, StageClient
+from omni_ray.serve.tracing import RunTrace
 from omni_ray.serve.watch import Watch
 
 Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
@@ -66,7 +67,9 @@ class StageParts:
 class StageRun:
     """One request's run; ``go`` fills the outbox and closes it."""
 
-    def __init__(self, parts: StageParts, envelope: Envelope, end: ProducerEnd | None) -> None:
+    def __init__(
+        self, parts: StageParts, envelope: Envelope, end: ProducerEnd | None, trace: RunTrace | None = None
+    ) -> None:
         self._parts = parts
         self._envelope = envelope
         self._part: PlanStage = envelope.plan.stage(parts.stage.name)
@@ -86,6 +89,7 @@ class StageRun:
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms, announced=bool(envelope.resume))
         self.watch = Watch()
+        self._trace = trace
 
     async def go(self) -> None:
         """Run to the end; any failure closes the outbox with it."""
@@ -260,7 +264,7 @@ class StageRun:
     async def _pump(self, client: StageClient) -> None:
         """Take one upstream stream apart: what feeds this stage into queues, what is wanted further down outwards."""
         await self._asked.wait()
-        async with aclosing(client.stream(self._envelope)) as stream:
+        async with aclosing(client.stream(self._envelope, self._trace)) as stream:
             async for received in stream:
                 if isinstance(received.event, Opened):
                     self._check_schema(received.event)

@@ -26,6 +26,10 @@ class Watch:
     usage: Usage | None = None
     playback: Playback = field(default_factory=Playback)
 
+    def wall(self, instant: float) -> float:
+        """``instant`` on the wall clock."""
+        return self.began_at + (instant - self.began)
+
     def asks(self) -> None:
         """The engine asks for input."""
         if self.asked is None:

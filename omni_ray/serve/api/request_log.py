@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_ray.serve.api.errors import error_response, log, public_error
 from omni_ray.serve.api.keys import ANONYMOUS
+from omni_ray.serve.logs import log_request
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -76,6 +77,7 @@ class RequestLog:
             traceparent=_matching(_TRACEPARENT, headers.get("traceparent")),
         )
         scope = {**scope, "state": {**scope.get("state", {}), _STATE: info}}
+        log_request(info.request_id)
         started = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
@@ -128,16 +130,21 @@ def _counted(info: RequestInfo) -> str:
 
 
 def _log_line(scope: Scope, info: RequestInfo, seconds: float) -> None:
+    """For people in the message, for programs as fields of their own; nothing that was said."""
+    fields = {
+        "client_id": info.client_id or "-",
+        "key": info.api_key or "-",
+        "method": scope["method"],
+        "path": _route(scope),
+        "status": info.status,
+        "outcome": info.outcome,
+        "seconds": round(seconds, 3),
+        "audio_seconds": round(info.audio_seconds, 3),
+        "clipped": info.clipped,
+    }
     log.info(
         "request %s client_id=%s key=%s %s %s status=%d outcome=%s seconds=%.3f audio_seconds=%.3f clipped=%d",
         info.request_id,
-        info.client_id or "-",
-        info.api_key or "-",
-        scope["method"],
-        _route(scope),
-        info.status,
-        info.outcome,
-        seconds,
-        info.audio_seconds,
-        info.clipped,
+        *fields.values(),
+        extra=fields,
     )

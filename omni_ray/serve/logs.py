@@ -1,0 +1,56 @@
+"""What every log line of a replica carries: our request id, stage and pipeline, beside what Ray Serve adds.
+
+Serve's own ``request_id`` is another one, and a client may choose it; ours replaces it in lines about a request.
+"""
+
+import logging
+from contextvars import ContextVar
+
+from omni_ray.engine.types import Request, TextPart
+
+LOGGER = "ray.serve"
+_request_id: ContextVar[str | None] = ContextVar("omni_ray_request_id", default=None)
+
+
+class _Fields(logging.Filter):
+    """Adds fields and lets everything pass."""
+
+    def __init__(self, pipeline: str, stage: str) -> None:
+        super().__init__()
+        self._fixed = {"pipeline": pipeline, "stage": stage}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.__dict__.update(self._fixed)
+        request_id = _request_id.get()
+        if request_id is not None:
+            record.__dict__["request_id"] = request_id
+        return True
+
+
+def log_as(pipeline: str, stage: str) -> None:
+    """From now on all lines of this replica name its pipeline and stage, and ours go where Serve's go.
+
+    The filter sits on the handlers, so it runs after Serve's own.
+    """
+    fields, ours = _Fields(pipeline, stage), logging.getLogger("omni_ray")
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    for handler in logging.getLogger(LOGGER).handlers:
+        handler.addFilter(fields)
+        ours.addHandler(handler)
+
+
+def log_request(request_id: str) -> None:
+    """Lines of this task, and of tasks that it starts from now on, are about this request."""
+    _request_id.set(request_id)
+
+
+def log_content(request: Request) -> None:
+    """What the user says, where the deploy config asks for it (``observe.log_content``)."""
+    said = [
+        {"role": message.role, "text": " ".join(part.text for part in message.content if isinstance(part, TextPart))}
+        for message in request.messages
+    ]
+    if request.speech_text is not None:
+        said.append({"role": "speech", "text": request.speech_text})
+    logging.getLogger(LOGGER).info("content of request %s", request.request_id, extra={"content": said})
