@@ -91,6 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(add)
 
     add = commands.add_parser(
+        "top",
+        help="watch the stages of running applications",
+        description="Stages, replicas, streams, queue and listeners' slack of a running cluster, again and again.",
+    )
+    add.add_argument("application", nargs="?", help="all of the cluster's, if left out")
+    add.add_argument("--address", help="the Ray cluster; else RAY_ADDRESS, else the one on this machine")
+    add.add_argument("--once", action="store_true", help="print one snapshot")
+    add.add_argument("--every", type=float, default=2, metavar="S", help="refresh (default: %(default)s)")
+    add.set_defaults(run=_top)
+
+    add = commands.add_parser(
         "dashboards",
         help="write the Grafana dashboard and alert rules; run Prometheus",
         description="Write the Grafana dashboard, alert rules and settings for Prometheus and Grafana.",
@@ -212,6 +223,12 @@ def _serve(args: argparse.Namespace) -> int:
         address=args.address,
         start_timeout_s=args.start_timeout,
     )
+
+
+def _top(args: argparse.Namespace) -> int:
+    from omni_ray.serve.top import top
+
+    return top(args.application, args.address, args.once, args.every)
 
 
 def _dashboards(args: argparse.Namespace) -> int:

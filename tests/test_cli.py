@@ -18,7 +18,7 @@ from omni_ray.serve.resolve import AppArgs, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 PIPELINES = sorted(OMNI_PIPELINES)
-COMMANDS = ["list", "plan", "build", "checkpoint", "serve", "bench", "dashboards", "doctor"]
+COMMANDS = ["list", "plan", "build", "checkpoint", "serve", "bench", "top", "dashboards", "doctor"]
 
 
 @pytest.fixture(autouse=True)

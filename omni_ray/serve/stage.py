@@ -34,7 +34,10 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a stage knows of itself, for tests and dashboards. All counters but totals are zero when idle."""
+    """What a stage knows of itself, for tests and ``omni-ray top``. All counters but totals are zero when idle.
+
+    ``leads`` are of the live streams that have begun to sound.
+    """
 
     replica: str
     ongoing: int
@@ -45,6 +48,8 @@ class StageState:
     failed: int
     cancelled: int
     messages: int
+    leads: tuple[float, ...] = ()
+    held_refs: int = 0
 
 
 class _ConsumerGone(ReplicaDiedError):
@@ -120,10 +125,13 @@ class Stage:
     async def _set_gauges(self, engine: Engine) -> None:
         while True:
             held = [run.held() for run in self._runs]
-            now = time.monotonic()
-            leads = [lead for run in self._runs if (lead := run.watch.playback.lead_s(now)) is not None]
-            self._meters.now(engine.stats(), leads, sum(n for n, _ in held), sum(size for _, size in held))
+            self._meters.now(engine.stats(), self._leads(), sum(n for n, _ in held), sum(size for _, size in held))
             await asyncio.sleep(GAUGES_EVERY_S)
+
+    def _leads(self) -> tuple[float, ...]:
+        now = time.monotonic()
+        leads = (run.watch.playback.lead_s(now) for run in self._runs)
+        return tuple(lead for lead in leads if lead is not None)
 
     def _progress(self, line: str) -> None:
         logger.info("%s: %s", self._stage.name, line)
@@ -205,7 +213,9 @@ class Stage:
         assert self._engine is not None
         names = ("started", "finished", "refused", "failed", "cancelled", "messages")
         counts = {name: self._totals[name] for name in names}
-        return StageState(self._replica, self._ongoing.total(), self._engine.stats(), **counts)
+        refs = sum(run.held()[0] for run in self._runs)
+        ongoing, engine = self._ongoing.total(), self._engine.stats()
+        return StageState(self._replica, ongoing, engine, **counts, leads=self._leads(), held_refs=refs)
 
     async def check_health(self) -> None:
         """Ray Serve's health check: the engine's own. Serve replaces a replica that fails it three times in a row."""

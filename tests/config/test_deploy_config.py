@@ -156,7 +156,7 @@ class TestKeys:
             (
                 "stage: {}",
                 "F: stage: unknown key 'stage'; did you mean 'stages'? known: async_chunk, ingress, load_format, "
-                "model, pipeline, served_model_name, stages, streaming, variant",
+                "model, observe, pipeline, served_model_name, stages, streaming, variant",
             ),
             (
                 "stages: {talker: {engin: {}}}",

@@ -1,0 +1,144 @@
+"""``omni-ray top``: stages, replicas, streams, queue and slack of the applications on a running cluster."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+
+from omni_ray.errors import ConfigError
+from omni_ray.serve.stage import StageState
+
+ANSWER_S = 5.0
+_CLEAR = "\033[H\033[2J"
+_HEAD = (
+    "stage", "replica", "run/places", "queue", "oldest s", "streams", "least slack s", "median",
+    "done", "failed", "refused", "cancelled", "refs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """One deployment: what its replicas say, or why they do not; ``status`` in Serve's words."""
+
+    name: str
+    status: str
+    replicas: tuple[StageState, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AppView:
+    """One application; ``alive`` requests at each ingress replica."""
+
+    name: str
+    status: str
+    alive: tuple[int, ...]
+    stages: tuple[StageView, ...]
+
+
+def top(application: str | None, address: str | None, once: bool, every_s: float) -> int:
+    """Show until interrupted, or once; the exit code.
+
+    Raises:
+        ConfigError: no such application, or no cluster.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False)
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError([f"no Ray cluster to look at; give --address ({error})"]) from error
+    while True:
+        text = render(look(application))
+        if once:
+            print(text)
+            return 0
+        print(f"{_CLEAR if sys.stdout.isatty() else ''}{time.strftime('%H:%M:%S')}  Ctrl-C ends\n\n{text}", flush=True)
+        time.sleep(every_s)
+
+
+def look(application: str | None) -> list[AppView]:
+    """Ask every replica for its state, all at once.
+
+    Raises:
+        ConfigError: ``application`` does not exist.
+    """
+    known = serve.status().applications
+    if application is not None and application not in known:
+        raise ConfigError([f"no application {application!r} here; there are: {', '.join(known) or 'none'}"])
+    chosen = {name: status for name, status in known.items() if application in (None, name)}
+    return [_view(name, status) for name, status in chosen.items()]
+
+
+def _view(name: str, status: ApplicationStatusOverview) -> AppView:
+    stages = {stage: overview for stage, overview in status.deployments.items() if stage != "ingress"}
+    with ThreadPoolExecutor(len(stages) + 1) as pool:
+        alive = pool.submit(_ask, "ingress", name, "active")
+        asked = [pool.submit(_stage, stage, name, overview) for stage, overview in stages.items()]
+        views = tuple(future.result() for future in asked)
+        try:
+            counts = tuple(alive.result())
+        except Exception:  # an application that is starting, or is not ours, has no ingress to ask
+            counts = ()
+    return AppView(name, status.status.value, counts, views)
+
+
+def _stage(stage: str, application: str, overview: DeploymentStatusOverview) -> StageView:
+    try:
+        states = tuple(_ask(stage, application, "state"))
+    except Exception as error:  # whatever keeps it from answering is what there is to see
+        return StageView(stage, overview.status.value, (), type(error).__name__)
+    return StageView(stage, overview.status.value, states)
+
+
+def _ask(deployment: str, application: str, method: str) -> list[Any]:
+    handle = serve.get_deployment_handle(deployment, application)
+    return list(handle.broadcast(method).results(timeout_s=ANSWER_S))
+
+
+def render(apps: Sequence[AppView]) -> str:
+    """A table for each application."""
+    return "\n\n".join(_render(app) for app in apps) or "no application is deployed"
+
+
+def _render(app: AppView) -> str:
+    rows: list[tuple[str, ...]] = [_HEAD]
+    notes = []
+    for stage in app.stages:
+        for state in sorted(stage.replicas, key=lambda state: state.replica):
+            rows.append(_row(stage.name, state))
+        if stage.problem or stage.status != "HEALTHY":
+            said = f": no answer ({stage.problem})" if stage.problem else ""
+            notes.append(f"{stage.name} is {stage.status}{said}")
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    head = f"{app.name}: {app.status}, {sum(app.alive)} requests alive at {len(app.alive)} ingress replica(s)"
+    return "\n".join([head, *lines, *notes])
+
+
+def _row(stage: str, state: StageState) -> tuple[str, ...]:
+    engine = state.engine
+    slack = (f"{min(state.leads):.2f}", f"{median(state.leads):.2f}") if state.leads else ("-", "-")
+    totals = (state.finished, state.failed, state.refused, state.cancelled, state.held_refs)
+    return (
+        stage,
+        state.replica.rpartition("#")[2],
+        f"{engine.running}/{engine.max_num_seqs}",
+        str(engine.queued),
+        f"{engine.oldest_wait_s:.1f}",
+        str(state.ongoing),
+        *slack,
+        *map(str, totals),
+    )
