@@ -125,7 +125,12 @@ class Stage:
     async def _set_gauges(self, engine: Engine) -> None:
         while True:
             held = [run.held() for run in self._runs]
-            self._meters.now(engine.stats(), self._leads(), sum(n for n, _ in held), sum(size for _, size in held))
+            try:
+                stats = engine.stats()
+            except Exception:  # a broken engine is the health check's affair; the next look may succeed
+                logger.exception("asking the engine of stage %s for its state failed", self._stage.name)
+            else:
+                self._meters.now(stats, self._leads(), sum(n for n, _ in held), sum(size for _, size in held))
             await asyncio.sleep(GAUGES_EVERY_S)
 
     def _leads(self) -> tuple[float, ...]:
