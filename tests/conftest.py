@@ -115,7 +115,7 @@ def cluster() -> Iterator[str]:
     ray.init(
         address="local",
         num_cpus=64,
-        resources={"seat": 1},
+        resources={"seat": 1, "first_node": 1},
         include_dashboard=False,
         object_store_memory=400 * 2**20,
         log_to_driver=False,

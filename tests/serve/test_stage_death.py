@@ -86,7 +86,7 @@ async def test_a_hung_stage_is_replaced_and_a_busy_one_is_not(app: Served) -> No
 async def test_ready_while_every_stage_answers(app: Served) -> None:
     """C09, C73: a stage that does not answer makes us unready, with its name; liveness says nothing about stages."""
     async with app.async_client() as client:
-        assert (await client.get("/ready")).status_code == 200
+        await asyncio.to_thread(wait_until, lambda: ready(app) == 200, 30)
         for pid in app.pids("code2wav"):
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -158,10 +158,12 @@ def lose(node: psutil.Process) -> None:
 
 
 def seated() -> dict[str, Any]:
-    """Two talkers, one seat each: one per node."""
-    deploy = config()
+    """Two talkers, one seat each: one per node; everything else on the first node."""
+    deploy, here = config(), {"ray_actor_options": {"resources": {"first_node": 0.01}}}
+    for name in ("thinker", "code2wav"):
+        deploy["stages"][name]["deployment"] = here
     deploy["stages"]["talker"]["deployment"] = {"num_replicas": 2, "ray_actor_options": {"resources": {"seat": 1}}}
-    return {**deploy, "ingress": {"grace_s": 30}}
+    return {**deploy, "ingress": {"grace_s": 30, "deployment": here}}
 
 
 async def test_a_node_leaves_and_another_one_is_lost(serving: Serving) -> None:
