@@ -224,11 +224,11 @@ def test_ray_and_fastapi_live_under_serve_only():
 
 @pytest.mark.parametrize("directory", ["config", "engine"])
 def test_heavy_packages_are_imported_where_they_are_needed(directory: str):
-    """``omni_ray/config`` imports none of them, ``engine`` torch, and vLLM in the modules that are named after it."""
+    """``omni_ray/config`` imports none of them, ``engine`` torch; vLLM and transformers in modules of that name."""
     for path in (ROOT / "omni_ray" / directory).rglob("*.py"):
         allowed = {"torch"} if directory == "engine" else set()
-        if directory == "engine" and path.stem.startswith("vllm_"):
-            allowed |= {"vllm"}
+        if directory == "engine":
+            allowed |= {package for package in ("vllm", "transformers") if path.stem.startswith(f"{package}_")}
         assert {i.split(".")[0] for i, _ in imports(path)} & set(HEAVY) <= allowed, rel(path)
 
 

@@ -14,16 +14,16 @@ import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_ray.engine.base import EngineContext
+from omni_ray.engine.checkpoint_files import load_parts
 from omni_ray.engine.codec import Codec, DecodeItem, Samples
 from omni_ray.engine.precision import compute_dtype
+from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import CodeFrameChunk, Request
 from omni_ray.errors import StageFailedError
-from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.streaming_code2wav import Codes, StreamingCode2Wav
 from omni_ray.models.qwen3_omni.truncated_code2wav import TruncatedCode2Wav
-from omni_ray.models.qwen3_omni.weights import load_parts
 
 SAMPLE_RATE: Final = 24_000
 """Hz. The checkpoint's config does not say it; 1920 samples a frame make 12.5 frames a second."""

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import Qwen3OmniMoeConfig
 
 from omni_ray.engine.base import EngineContext
+from omni_ray.engine.checkpoint_files import checkpoint_directory
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import ConfigError
-
-HUB_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
 
 def stage_checkpoint(
@@ -41,22 +40,3 @@ def stage_checkpoint(
             asked = options.max_model_len
             raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
     return directory, config
-
-
-def checkpoint_directory(model: str) -> Path:
-    """The local directory of a checkpoint: ``model`` itself, or the snapshot of a hub id (downloaded if need be).
-
-    Raises:
-        ConfigError: neither a directory nor a hub id that can be had.
-    """
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.is_absolute() or model.count("/") != 1:
-        raise ConfigError([f"model: {model!r} is no directory on this node, and no hub id (owner/name)"])
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # its errors have no common base: offline, gated, not found, no space
-        raise ConfigError([f"model: {model!r} is no directory, and the hub does not give it: {error}"]) from error

@@ -26,7 +26,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCode2Wav,
 )
 
-from omni_ray.models.qwen3_omni.carrying import (
+from omni_ray.engine.carrying import (
     Carried,
     CarryingAttention,
     CarryingConv,
@@ -105,12 +105,12 @@ class StreamingCode2Wav:
                     raise ValueError(f"{name}: a causal convolution of stride {child.stride}")
                 if child.padding:
                     place = layout.next(child.conv.in_channels, child.padding)
-                    parent.register_module(name, CarryingConv(child, self._scope, place))
+                    parent.register_module(name, CarryingConv(child.conv, self._scope, place))
             elif isinstance(child, Qwen3OmniMoeCausalTransConvNet):
                 (kernel,), (stride,) = child.conv.kernel_size, child.conv.stride
                 if kernel == 2 * stride:
                     place = layout.next(child.conv.in_channels, 1)
-                    parent.register_module(name, CarryingTransConv(child, self._scope, place))
+                    parent.register_module(name, CarryingTransConv(child.conv, self._scope, place))
                     layout.early = (layout.early + 1) * stride
                 elif kernel == stride:  # every output has one input: nothing to carry
                     layout.early *= stride

@@ -1,6 +1,6 @@
 """The talker of Qwen3-Omni: text tokens in, code frames [16] out, one frame per step and 12.5 of them a second.
 
-A step is the talker's transformer (``SlotTalker``) over [last frame + next text token], a draw of codebook 0, and the
+A step is the talker's transformer (``SlotDecoder``) over [last frame + next text token], a draw of codebook 0, and the
 code predictor for the rest. What transformers computes in one ``generate`` call, this computes for many requests at
 once, each as far as its text has come: see ``talker_input`` for what is fed, ``talker_prompt`` for the prompt.
 """
@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
+from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.sampler import CANDIDATES
+from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
+from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
-from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
-from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, SlotTalker
+from omni_ray.models.qwen3_omni.talker_modules import FramePredictor
 from omni_ray.models.qwen3_omni.talker_prompt import Markers, PromptRows, media_tensor, talker_ids
-from omni_ray.models.qwen3_omni.weights import initialise_experts, load_parts, read_tensor
+from omni_ray.models.qwen3_omni.weights import initialise_experts
 
 PREFIX: Final = "talker."
 TEXT_EMBEDDING: Final = "thinker.model.embed_tokens.weight"
@@ -104,7 +106,7 @@ class Qwen3OmniTalker(CodecLM):
         # Widths are not ours to choose (a gate is 1 wide), so the rows make up for all of them.
         rows = rounded_up(options.max_num_seqs, ELEMENTS if self._deterministic else 1)
         # One position more than any request needs: rows that are not wanted in a step write there.
-        self._talker = SlotTalker(upstream.model, rows, rounded_up(options.max_model_len + 1, POSITIONS))
+        self._talker = SlotDecoder(upstream.model, rows, rounded_up(options.max_model_len + 1, POSITIONS))
         self._predictor = FramePredictor(upstream.code_predictor)
         self._codec: nn.Embedding = upstream.model.codec_embedding
         self._markers = Markers.of(config)

@@ -19,17 +19,18 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, ARModel, Probe
+from omni_ray.engine.checkpoint_files import load_parts
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.precision import compute_dtype
+from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Chunk, LatentChunk, Message, TextPart
-from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.media import Towers
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.thinker_decoder import Deepstack, ThinkerDecoder
 from omni_ray.models.qwen3_omni.thinker_prompt import Piece, ThinkerPrompt
 from omni_ray.models.qwen3_omni.thinker_text import ThinkerText
-from omni_ray.models.qwen3_omni.weights import initialise_experts, load_parts
+from omni_ray.models.qwen3_omni.weights import initialise_experts
 
 PREFIX: Final = "thinker."
 

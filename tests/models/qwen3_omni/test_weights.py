@@ -15,17 +15,11 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeTalkerForConditionalGeneration,
 )
 
+from omni_ray.engine.checkpoint_files import INDEX, SINGLE, checkpoint_directory, load_parts, read_tensor
+from omni_ray.engine.transformers_build import build
 from omni_ray.errors import ConfigError
-from omni_ray.models.qwen3_omni.compat import build
-from omni_ray.models.qwen3_omni.stage_checkpoint import checkpoint_directory
 from omni_ray.models.qwen3_omni.thinker import ThinkerParts
-from omni_ray.models.qwen3_omni.weights import (
-    INDEX,
-    SINGLE,
-    initialise_experts,
-    load_parts,
-    read_tensor,
-)
+from omni_ray.models.qwen3_omni.weights import initialise_experts
 
 EXPERT = "talker.model.layers.1.mlp.experts.2.up_proj.weight"
 STAGES = ("thinker", "talker", "code2wav")

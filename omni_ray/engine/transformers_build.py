@@ -1,8 +1,9 @@
-"""The one module that knows how transformers 5.17, 5.19 and 5.24 differ; nothing else here asks for a version.
+"""Builds modules of transformers; the one module that knows how 5.17, 5.19 and 5.24 differ. Knows no model.
 
-We call few of transformers' methods: our containers hold its towers and small blocks under the checkpoint's own names,
-so the move of the thinker's parts under ``thinker.model`` (after 5.19) does not reach us; caches are ours, so neither
-does ``past_key_values`` becoming ``cache``; rope positions are ours (``positions``), so ``rope_deltas`` is never read.
+We call few of transformers' methods. For Qwen3-Omni our containers hold its towers and small blocks under the
+checkpoint's own names, so the move of the thinker's parts under ``thinker.model`` (after 5.19) does not reach us;
+caches are ours, so neither does ``past_key_values`` becoming ``cache``; rope positions are ours, so ``rope_deltas`` is
+never read.
 What is left: ``no_init_weights`` is no documented name, and has moved between modules before 5.
 """
 

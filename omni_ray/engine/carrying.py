@@ -1,8 +1,8 @@
-"""The modules of code2wav that look back, and carry what they look at from one call to the next.
+"""Modules of a codec's decoder that look back, and carry what they look at from one call to the next.
 
-Drop-in replacements of transformers' convolutions and attention in ``qwen3_omni_moe``: same weights under the same
-names. A call is a *step* of several requests (rows) of different age and length; what it reads and leaves is in a
-``Scope``, so the modules themselves hold nothing of any request.
+Drop-in replacements of upstream's causal convolutions and attention: same weights under the same names. A call is a
+*step* of several requests (rows) of different age and length; what it reads and leaves is in a ``Scope``, so the
+modules themselves hold nothing of any request.
 
 Shapes: B rows (requests), n frames of the longest row, C channels, T positions of a layer in time.
 """
@@ -13,12 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    Qwen3OmniMoeCausalConvNet,
-    Qwen3OmniMoeCausalTransConvNet,
-    Qwen3OmniMoeCode2WavAttention,
-    apply_rotary_pos_emb,
-)
+
+from omni_ray.engine.rotary import rotate
 
 _TIME: Final = 2
 """Dimension of time in what is carried: inputs [B, C, T], keys and values [B, heads, T, head_dim]."""
@@ -92,11 +88,12 @@ class Scope:
 
 
 class CarryingConv(nn.Module):
-    """Qwen3OmniMoeCausalConvNet whose left padding is the end of the last call's input instead of zeros."""
+    """A causal convolution of stride 1 whose left padding is the end of the last call's input instead of zeros."""
 
-    def __init__(self, upstream: Qwen3OmniMoeCausalConvNet, scope: Scope, place: Place) -> None:
+    def __init__(self, conv: nn.Conv1d, scope: Scope, place: Place) -> None:
+        """Take over a convolution without padding of its own."""
         super().__init__()
-        self.conv = upstream.conv
+        self.conv = conv
         self._scope = scope
         self._place = place
 
@@ -108,16 +105,16 @@ class CarryingConv(nn.Module):
 
 
 class CarryingTransConv(nn.Module):
-    """Qwen3OmniMoeCausalTransConvNet that starts one input back: [B, C, T] -> [B, C', T * stride].
+    """A transposed convolution of kernel 2 * stride that starts one input back: [B, C, T] -> [B, C', T * stride].
 
-    Upstream gives ``(T - 1) * stride``, the last stride being cut off as the next input would still add to it. Here the
-    outputs are that stride of the call before and all but the last of this one.
+    An input adds to the stride of outputs that it stands at and to the one after. So the last stride of a call is not
+    final and is cut off; it comes with the next call, which has this call's last input in front of its own.
     """
 
-    def __init__(self, upstream: Qwen3OmniMoeCausalTransConvNet, scope: Scope, place: Place) -> None:
+    def __init__(self, conv: nn.ConvTranspose1d, scope: Scope, place: Place) -> None:
         super().__init__()
-        self.conv = upstream.conv
-        self._stride: int = upstream.conv.stride[0]
+        self.conv = conv
+        self._stride: int = conv.stride[0]
         self._scope = scope
         self._place = place
 
@@ -129,12 +126,12 @@ class CarryingTransConv(nn.Module):
 
 
 class CarryingAttention(nn.Module):
-    """Qwen3OmniMoeCode2WavAttention over the keys and values of the frames before, at each row's own position.
+    """Sliding-window attention over the keys and values of the frames before, at each row's own position.
 
     Differs from upstream also in that mask and rotary tables come from the step, because its rows differ in age.
     """
 
-    def __init__(self, upstream: Qwen3OmniMoeCode2WavAttention, scope: Scope, key: Place, value: Place) -> None:
+    def __init__(self, upstream: Any, scope: Scope, key: Place, value: Place) -> None:
         super().__init__()
         self.q_proj, self.k_proj = upstream.q_proj, upstream.k_proj
         self.v_proj, self.o_proj = upstream.v_proj, upstream.o_proj
@@ -153,7 +150,7 @@ class CarryingAttention(nn.Module):
         query, key, value = (
             project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *scope.rotary)
+        query, key = rotate(query, *scope.rotary), rotate(key, *scope.rotary)
         key, value = scope.keys_values.extend(self._key, key), scope.keys_values.extend(self._value, value)
         seen = scaled_dot_product_attention(
             query, key, value, attn_mask=scope.visible, scale=self._scale, enable_gqa=self._grouped

@@ -1,0 +1,141 @@
+"""A transformer over static KV slots, every row at a position of its own.
+
+Weights, norms, rotary tables, MLPs and projections are upstream's modules; ours is only the attention, because
+transformers' caches know no rows at positions of their own. Upstream's layers must be shaped like Llama's or Qwen3's.
+
+Shapes: n rows (slots), t positions per row, h query heads in g groups of one KV head each, d numbers per head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omni_ray.engine.fixed_shapes import attend_alike
+from omni_ray.engine.rotary import rotate
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin [n, t, d]."""
+
+Remember = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer, new keys [n, g, t, d], new values) -> all keys and values that the rows look at [n, g, seen, d]."""
+
+
+def run_layers(layers: Any, x: Tensor, rotary: Rotary, mask: Tensor | None, remember: Remember) -> Tensor:
+    """Decoder layers, as upstream's ``DecoderLayer.forward`` with our attention.
+
+    Args:
+        layers: upstream's modules.
+        x: [n, t, hidden].
+        rotary: of the new positions.
+        mask: additive [n, 1, t, seen]; None lets all be seen.
+        remember: keeps keys and values.
+
+    Returns:
+        [n, t, hidden], before the last norm.
+    """
+    for index, layer in enumerate(layers):
+        x = x + _attend(layer.self_attn, index, layer.input_layernorm(x), rotary, mask, remember)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return x
+
+
+def _attend(attention: Any, index: int, x: Tensor, rotary: Rotary, mask: Tensor | None, remember: Remember) -> Tensor:
+    n, t, _ = x.shape
+    shape = (n, t, -1, attention.head_dim)
+    q, k, v = (project(x).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+    if "q_norm" in attention._modules:  # Qwen3's, not Llama's
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k, v = rotate(q.transpose(1, 2), *rotary), rotate(k.transpose(1, 2), *rotary), v.transpose(1, 2)
+    k, v = remember(index, k, v)
+    # A group's heads go into the query axis, so that no key is copied per head (transformers' `repeat_kv`).
+    groups, per_group = k.shape[1], q.shape[1] // k.shape[1]
+    q = q.reshape(n, groups, per_group * t, -1)
+    mask = None if mask is None else mask.repeat(1, 1, per_group, 1)
+    y = attend_alike(q, k, v, mask, attention.scaling)
+    y = y.reshape(n, groups * per_group, t, -1).transpose(1, 2).reshape(n, t, -1)
+    out: Tensor = attention.o_proj(y)
+    return out
+
+
+class SlotDecoder:
+    """A decoder of transformers (``layers``, ``norm``, ``rotary_emb``) whose KV cache is a static table of slots.
+
+    ``keys`` and ``values`` are [layers, slots, g, length, d]. Nothing is ever cleared: what lies behind a row's
+    position is masked.
+    """
+
+    def __init__(self, model: Any, slots: int, length: int) -> None:
+        """Take over an upstream model in evaluation mode; it is not changed."""
+        self._model = model
+        self.slots, self.length = slots, length
+        config, weight = model.config, model.norm.weight
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
+        # Zeros that nobody touched take no memory.
+        self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.values = torch.zeros_like(self.keys)
+
+    def forward(self, embeds: Tensor, angles: Tensor, positions: Tensor, rows: range, reach: int) -> Tensor:
+        """Compute positions and write their KV.
+
+        Args:
+            embeds: [n, t, hidden], of the slots in ``rows``.
+            angles: rope positions as the upstream model takes them: [n, t], or float32 [3, n, t].
+            positions: int64 [n, t], where each one stands in its slot.
+            rows: consecutive slots, n of them.
+            reach: cache positions looked at, beyond the largest of ``positions``.
+
+        Returns:
+            Hidden states after the last norm [n, t, hidden].
+        """
+        mine = slice(rows.start, rows.stop)
+        row = torch.arange(rows.start, rows.stop, device=embeds.device)[:, None]
+        visible = (torch.arange(reach, device=embeds.device) <= positions[:, :, None])[:, None]
+
+        def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[row, :, positions] = k.transpose(1, 2)
+            values[row, :, positions] = v.transpose(1, 2)
+            return keys[mine, :, :reach], values[mine, :, :reach]
+
+        rotary = self._model.rotary_emb(embeds, angles)
+        mask = torch.where(visible, 0.0, -torch.inf).to(embeds.dtype)
+        hidden: Tensor = self._model.norm(run_layers(self._model.layers, embeds, rotary, mask, remember))
+        return hidden
+
+
+class FrameDecoder:
+    """A decoder of transformers over the few positions of one code frame, the same ones in every row."""
+
+    def __init__(self, model: Any) -> None:
+        """Start a frame of an upstream model; it is not changed."""
+        self._model = model
+        self._seen = 0
+        self._past: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the next positions.
+
+        Args:
+            x: [n, t, hidden]; t may exceed 1 in the first call only.
+
+        Returns:
+            Hidden state after the last norm, of the last position: [n, hidden].
+        """
+        t = x.shape[1]
+        assert t == 1 or not self._seen
+        where = torch.arange(self._seen, self._seen + t, device=x.device)[None]
+        mask = None if t == 1 else torch.full((t, t), -torch.inf, dtype=x.dtype, device=x.device).triu(1)[None, None]
+        self._seen += t
+        hidden = run_layers(self._model.layers, x, self._model.rotary_emb(x, where), mask, self._remember)
+        last: Tensor = self._model.norm(hidden)[:, -1]
+        return last
+
+    def _remember(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer == len(self._past):
+            self._past.append((k, v))
+        else:
+            keys, values = self._past[layer]
+            self._past[layer] = (torch.cat((keys, k), 2), torch.cat((values, v), 2))
+        return self._past[layer]
