@@ -25,6 +25,7 @@ from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 
 OMNI_PIPELINES: dict[str, str] = {
+    "csm": "omni_ray.models.csm.pipeline:PIPELINE",
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
     "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
@@ -41,6 +42,8 @@ _MODELS: dict[str, str] = {
     "SmolLM2ThinkerVLLM": "omni_ray.models.voice_chat.vllm_thinker:SmolLM2ThinkerVLLM",
     "HibariTalker": "omni_ray.models.voice_chat.talker:HibariTalker",
     "HibariCodec": "omni_ray.models.voice_chat.code2wav:HibariCodec",
+    "CsmTalker": "omni_ray.models.csm.talker:CsmTalker",
+    "CsmCode2Wav": "omni_ray.models.csm.code2wav:CsmCode2Wav",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.model:MossTTSNano",
     "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
     "Qwen3OmniThinkerVLLM": "omni_ray.models.qwen3_omni.vllm_thinker:Qwen3OmniThinkerVLLM",
@@ -49,6 +52,7 @@ _MODELS: dict[str, str] = {
 }
 
 _EXTRAS: dict[str, str] = {
+    "CsmTalker": "omni_ray.models.csm.options:EXTRAS",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.options:EXTRAS",
     "RampThinker": "omni_ray.models.ramp.options:EXTRAS",
 }

@@ -1,7 +1,7 @@
 """The torch autoregressive engine: continuous batching over static KV slots. Knows no model and no tokenizer.
 
 This module is its asynchronous face; the work happens in ``ar_loop`` on one thread, ``ar_stream`` is the way between.
-Text models' prompts are encoded on a second thread.
+Prompts that may take long are encoded on a second thread.
 """
 
 import asyncio
@@ -150,7 +150,10 @@ class AREngine(Engine):
                 if opened:
                     stream.feed(item)
                 else:
-                    stream.open(stream.row(item))
+                    row = stream.row(item)
+                    if self._steps.model.encodes_apart:
+                        await self._encoding.run(self._prepare, row)
+                    stream.open(row)
                     opened = True
             if not opened:
                 raise StageFailedError(f"stage {self._name} got no prompt")

@@ -45,6 +45,7 @@ class FrameSteps(Steps):
         room = self.max_model_len - row.length
         longest = int(row.request.max_audio_seconds * self.model.frame_rate)
         row.limit = min(room, longest, row.request.sampling.max_tokens or room)
+        row.units = self.model.units(row.prepared)
 
     def prefill(self, row: Row, end: int) -> None:
         """See ``Steps.prefill``."""

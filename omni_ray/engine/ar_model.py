@@ -14,7 +14,7 @@ and refuses to start if any number differs (``ar_selftest``).
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from torch import Tensor
 
@@ -46,12 +46,14 @@ class Probe:
 class SlotModel(ABC):
     """The model side: built as ``model_cls(context)``; what is below runs on the engine's one thread.
 
-    One exception: once the model is loaded, an ``ARModel``'s ``encode`` runs on another thread, while the first one
+    One exception: once the model is loaded, ``encode`` runs on another thread if ``encodes_apart``, while the first one
     steps. It may be long: it reads media and computes what towers make of them.
 
     A slot is a row of the static KV cache, 0 to ``max_num_seqs - 1``. The engine hands out the lowest free one and
     never gives a slot to two requests at once.
     """
+
+    encodes_apart: ClassVar[bool] = False
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -97,6 +99,7 @@ class ARModel(SlotModel):
             assumed: id 0 is an ordinary token in many vocabularies (cases.md C24).
     """
 
+    encodes_apart = True
     stop_ids: frozenset[int]
 
     def penalised(self, prompt: Any) -> Sequence[int]:
@@ -161,8 +164,9 @@ class CodecLM(SlotModel):
     """A model whose step is a whole code frame, fed while it runs.
 
     Step k (0, 1, ...) needs unit k of the feed and gives frame k. The engine makes no step before the unit has come;
-    when the feed has ended, further steps need none (the model knows what then stands in the units' place). A feed that
-    ends without any unit means that there is nothing to say: no step is made.
+    when the feed has ended, further steps need none (the model knows what then stands in the units' place). A prompt
+    may bring units along (``units``), up to all of them. If there is none at the feed's end, there is nothing to say:
+    no step is made.
 
     Attributes:
         frame_rate: frames per second of sound, set by ``load``.
@@ -173,6 +177,10 @@ class CodecLM(SlotModel):
     @abstractmethod
     def prefill(self, slot: int, piece: Any, start: int) -> None:
         """Compute a piece of the prepared prompt, at positions ``start ..``."""
+
+    def units(self, prompt: Any) -> int:
+        """How many units a prepared prompt brings along: for a model whose whole text is in its prompt, the text's."""
+        return 0
 
     @abstractmethod
     def sample_as(self, slot: int, request: Request) -> None:

@@ -1,0 +1,1 @@
+"""Sesame's CSM: text to 24 kHz speech, in the voice of a recording and its text if they are given."""
