@@ -18,7 +18,8 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import CodecLMOptions
-from omni_ray.engine.types import CodeFrameChunk, Finish, Request
+from omni_ray.engine.resume import Resume
+from omni_ray.engine.types import Finish, Request
 from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.csm.pipeline import PIPELINE
 from omni_ray.models.csm.prompt import CsmPrompt, SpokenTurn
@@ -58,16 +59,17 @@ async def deterministic(tiny: Path) -> AsyncIterator[AREngine]:
 
 
 async def speak(
-    made: AREngine, prompt: CsmPrompt, sampling: SamplingParams = GREEDY, seed: int = 0
+    made: AREngine, prompt: CsmPrompt, sampling: SamplingParams = GREEDY, seed: int = 0, resume: Resume | None = None
 ) -> tuple[Codes, Finish]:
     async def inputs() -> AsyncIterator[CsmPrompt]:
         yield prompt
 
     request = Request("r", seed=seed, sampling=sampling)
-    async with aclosing(made.generate(request, {"request": inputs()})) as outputs:
+    async with aclosing(made.generate(request, {"request": inputs()}, resume)) as outputs:
         *chunks, last = [output async for output in outputs]
     assert isinstance(last, Finish)
-    assert [c.position for c in chunks if isinstance(c, CodeFrameChunk)] == list(range(len(chunks)))
+    starts = np.cumsum([0, *(len(c.frames) for c in chunks)])
+    assert [c.position for c in chunks] == starts[:-1].tolist()
     return np.concatenate([c.frames for c in chunks]) if chunks else np.zeros((0, 8), np.int64), last
 
 
@@ -120,6 +122,13 @@ async def test_every_codebook_follows_seed_and_temperature(started: AREngine):
     assert ((one != other).any(0)).all()
     assert ((one != greedy).any(0)).all()
     assert one.max() < 32  # what the codec has vectors for
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+async def test_an_answer_goes_on_from_another_replicas_frames(started: AREngine, sampling: SamplingParams):
+    whole = (await speak(started, CsmPrompt(TEXT, "0"), sampling, seed=4))[0]
+    resume = Resume(frames=whole[:17])
+    np.testing.assert_array_equal((await speak(started, CsmPrompt(TEXT, "0"), sampling, 4, resume))[0], whole)
 
 
 async def test_the_text_bounds_the_sound(tiny: Path):
