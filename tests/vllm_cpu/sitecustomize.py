@@ -1,8 +1,8 @@
 """On PYTHONPATH only for ``make vllm``: lets torchvision's usual build be imported beside torch for CPUs.
 
 vLLM for CPUs requires a torchvision whose wheel is built for CUDA. Its library does not load there, and its Python part
-then fails on two operators that nobody calls. Declaring them is enough for transformers' image processors. Every process
-needs it, vLLM's own too, so it cannot be a fixture.
+then fails on two operators that nobody calls. Declaring them is enough for transformers' image processors. Every
+process needs it, vLLM's own too, so it cannot be a fixture.
 """
 
 import importlib.abc
