@@ -16,11 +16,17 @@ from omni_ray.serve.builder import bind
 from omni_ray.serve.cluster import check_fits, live_nodes
 from omni_ray.serve.resolve import app_args, resolve
 
+DRAIN_MARGIN_S = 10.0
+"""What deleting an application takes beyond its streams' grace."""
+
 
 def serve_here(
     name: str, given: Mapping[str, str], *, host: str, port: int, address: str | None, start_timeout_s: float
 ) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code.
+    """Serve until SIGINT or SIGTERM, then let streams finish, until the grace ends or a second signal comes.
+
+    Returns:
+        The exit code.
 
     Raises:
         ConfigError: before anything starts, if the configuration is wrong or the cluster too small.
@@ -28,14 +34,14 @@ def serve_here(
     app = resolve(name, app_args(given))
     if app.pipeline.prepare and not any(spec.model for spec in app.stages):
         import_dotted(app.pipeline.prepare)(lambda line: print(line, file=sys.stderr, flush=True))
-    stop = threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
     # replicas import `graphs` and relative paths from here, as with `serve run`
     os.environ.setdefault("PYTHONPATH", os.getcwd())
     # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost
     address = address or os.environ.get("RAY_ADDRESS")
     ray.init(address=address or "local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
     started = False
     try:
         check_fits(app, live_nodes())
@@ -49,14 +55,22 @@ def serve_here(
         if not stop.is_set():
             print(f"{app.pipeline.name} is ready: http://{host}:{port}/v1  (Ctrl-C stops it)", flush=True)
         stop.wait()
-        print("stopping: streams may finish first", file=sys.stderr, flush=True)
+        print("stopping: streams may finish first (again to stop at once)", file=sys.stderr, flush=True)
         return 0
     finally:
-        if address is None:
+        if started:
+            _drain(app.pipeline.name, app.ingress.derived.graceful_shutdown_timeout_s, hurry)
+        if address is None:  # other applications of somebody's cluster are none of our business
             serve.shutdown()
-        elif started:  # other applications of that cluster are none of our business
-            serve.delete(app.pipeline.name)
         ray.shutdown()
+
+
+def _drain(name: str, grace_s: float, hurry: threading.Event) -> None:
+    """Delete the application and wait until its streams have ended: ``serve.shutdown`` alone ends the proxy at once."""
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + grace_s + DRAIN_MARGIN_S
+    while name in serve.status().applications and time.monotonic() < deadline and not hurry.wait(0.2):
+        pass
 
 
 def _wait(name: str, timeout_s: float, stop: threading.Event) -> bool:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -157,15 +158,20 @@ def test_serve_run(head: dict[str, str]) -> None:
 
 
 def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
-    """The command behind ``make serve``: ready line, real answer, SIGTERM ends it cleanly with exit code 0."""
-    port = free_port()
+    """The command behind ``make serve``: ready line, real answer; on SIGTERM a live stream finishes, then it ends."""
+    port, text = free_port(), " ".join(["word"] * 40)
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     env.pop("RAY_ADDRESS", None)
-    words = ["omni-ray", "serve", "ramp", "deploy_config=deploy_configs/ramp.yaml", "--port", str(port)]
-    with in_background(*words, env=env) as process:
+    config = '{"stages": {"talker": {"engine": {"pace_ms": 40}}}, "ingress": {"grace_s": 30}}'
+    words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port)]
+    with in_background(*words, env=env) as process, ThreadPoolExecutor(1) as pool:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 90)
+        stream = pool.submit(httpx.post, f"http://127.0.0.1:{port}/v1/audio/speech", json=speech(text), timeout=60)
+        time.sleep(1)
+        assert not stream.done()
         process.send_signal(signal.SIGTERM)
         started = time.monotonic()
+        assert stream.result().content == oracle.pcm(text)
         assert process.wait(40) == 0
         assert time.monotonic() - started < 40
 
