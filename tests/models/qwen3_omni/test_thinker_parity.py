@@ -1,5 +1,6 @@
 """The thinker equals transformers' ``generate`` token for token, and gives the hidden rows that the talker needs."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,20 @@ def test_clips_shorter_than_one_window_are_heard(samples: int, plain: Qwen3OmniT
     assert len(tokens) == TOKENS
     assert isinstance(latent, LatentChunk)
     assert len(latent.rows) == 1
+
+
+def test_memory_is_told_apart(plain: Qwen3OmniThinker, tiny_checkpoint: Path) -> None:
+    """KV is what was set aside for three slots of 600; encoder features live as long as their prompt."""
+    text = json.loads((tiny_checkpoint / "config.json").read_text())["thinker_config"]["text_config"]
+    per_position = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"] * 4
+    assert plain.kv_bytes() == 3 * 600 * per_position
+    assert plain.encoder_bytes() == 0
+    prefill(plain, chat(("user", 16_000, "?")), slot=1)
+    prompt = plain._prompts[1]
+    assert prompt is not None
+    assert plain.encoder_bytes() == len(prompt.heard_at) * text["hidden_size"] * 4
+    plain.release(1)
+    assert plain.encoder_bytes() == 0
 
 
 IMAGE = MediaPart("image", 0)
