@@ -25,6 +25,7 @@ from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 
 OMNI_PIPELINES: dict[str, str] = {
+    "cascade": "omni_ray.cascade:resolve",
     "csm": "omni_ray.models.csm.pipeline:PIPELINE",
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",

@@ -28,6 +28,7 @@ LAYER_OF = {
     "omni_ray.bench": "top",
     "omni_ray.serve": "serve",
     "omni_ray.registry": "model",
+    "omni_ray.cascade": "model",
     "omni_ray.selection": "model",
     "omni_ray.models": "model",
     "omni_ray.engine": "engine",

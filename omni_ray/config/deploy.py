@@ -32,11 +32,13 @@ class StageDeployConfig(StrictModel):
         deployment: Ray Serve's own option names (``num_replicas``, ``ray_actor_options``, ``autoscaling_config``...).
         engine: the engine's own option names; ``name`` chooses among the engines the pipeline allows.
         sampling: defaults that win over the pipeline's and lose to the request's.
+        model: checkpoint directory or hub id of this stage; None takes the application's.
     """
 
     deployment: dict[str, Any] = Field(default_factory=dict)
     engine: dict[str, Any] = Field(default_factory=dict)
     sampling: SamplingParams = SamplingParams()
+    model: str | None = Field(default=None, min_length=1)
 
 
 class StreamingConfig(StrictModel):

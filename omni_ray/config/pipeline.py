@@ -20,6 +20,10 @@ OutputKind = Literal["text", "audio", "transcript"]
 RequestPart = Literal["messages", "input_audio", "input_image", "input_video", "speech_text"]
 
 
+_MADE_FROM: dict[str, OutputKind] = {"speech_text": "text", "messages": "transcript"}
+"""What ``Edge.rewrites`` makes a part of the request from."""
+
+
 class StageExecutionType(str, Enum):
     """How a stage computes; it gives the default engine (MODEL-INV-001: a pipeline may name another)."""
 
@@ -38,6 +42,10 @@ class Edge(StrictModel):
         schema_version: version of what crosses this edge; a consumer refuses another one.
         parts: the request's parts this edge's processor reads. A request edge must list at least one.
         carries_refs: whether upstream outputs may be large latents that cross as object refs.
+        takes: the kind of final output that is all the processor reads of its source, which may then be any stage that
+            makes it; None if it must be the very stage that is named.
+        rewrites: the processor is a request edge's: it gets the request with this part written anew from what the
+            source made, the ``speech_text`` from its text or the ``messages`` from its transcripts.
     """
 
     source: str
@@ -45,6 +53,8 @@ class Edge(StrictModel):
     schema_version: int = Field(default=1, ge=1)
     parts: tuple[RequestPart, ...] = ()
     carries_refs: bool = False
+    takes: OutputKind | None = None
+    rewrites: Literal["speech_text", "messages"] | None = None
 
 
 class StageLimits(StrictModel):
@@ -73,6 +83,7 @@ class StagePipelineConfig(StrictModel):
             the engine's own.
         sampling: pipeline defaults. sampling_constraints: values that win over every request.
         limits: hard limits, for instance batch size 1.
+        prepare: as the pipeline's, for this stage alone; it wins.
         num_cpus, num_gpus: what one replica needs unless the deploy config says otherwise.
     """
 
@@ -91,6 +102,7 @@ class StagePipelineConfig(StrictModel):
     sampling: SamplingParams = SamplingParams()
     sampling_constraints: SamplingParams = SamplingParams()
     limits: StageLimits = StageLimits()
+    prepare: str | None = None
     num_cpus: float = Field(default=0.1, gt=0)
     num_gpus: float = Field(default=0, ge=0)
 
@@ -232,6 +244,12 @@ class PipelineConfig(StrictModel):
                     out.append(f"{key}.source: unknown stage {edge.source!r}; {suggest(edge.source, names)}")
                 elif (first := [e.source for e in stage.inputs].index(edge.source)) < i:
                     out.append(f"{key}.source: {edge.source!r} feeds this stage already by inputs[{first}]")
+                elif edge.takes not in (None, made := self.stage(edge.source).final_output_type):
+                    out.append(
+                        f"{key}: takes {edge.takes}, but stage {edge.source!r} makes {made or 'no final output'}"
+                    )
+                if edge.rewrites is not None and edge.takes != _MADE_FROM[edge.rewrites]:
+                    out.append(f"{key}.rewrites: {edge.rewrites} are made from a {_MADE_FROM[edge.rewrites]}")
                 if ":" not in edge.processor:
                     out.append(f"{key}.processor: {edge.processor!r} is no 'module:function'")
         for kind in self.output_kinds():

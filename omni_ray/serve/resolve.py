@@ -158,7 +158,7 @@ def _deployments(
             StageSpec(
                 pipeline=pipeline,
                 stage=stage.name,
-                model=model,
+                model=config.stage(stage.name).model or model,
                 model_arch=stage.arch_for(engine),
                 load_format=config.load_format,
                 engine_path=entry.path,

@@ -77,8 +77,8 @@ class Stage:
         self._lifelines = LifelineHost(ray.util.get_node_ip_address())
         self._window = int(spec.streaming.window_mb * 2**20)
         model = spec.model
-        if model is None and spec.pipeline.prepare is not None:
-            model = str(await asyncio.to_thread(import_dotted(spec.pipeline.prepare), self._progress))
+        if model is None and (prepare := self._stage.prepare or spec.pipeline.prepare) is not None:
+            model = str(await asyncio.to_thread(import_dotted(prepare), self._progress))
         engine_cls = import_dotted(spec.engine_path)
         model_cls = OmniModelRegistry.load(spec.model_arch)
         engine: Engine = engine_cls(

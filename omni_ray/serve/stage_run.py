@@ -17,6 +17,7 @@ from omni_ray.config.pipeline import REQUEST, Edge, RequestPart, StagePipelineCo
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine
 from omni_ray.engine.resume import Resume
+from omni_ray.engine.rewriting import rewriting
 from omni_ray.engine.types import (
     AudioChunk,
     AudioClip,
@@ -221,6 +222,8 @@ class StageRun:
         self.watch.asks()
         source = self._clips(edge) if edge.source == REQUEST else self._chunks(edge.source)
         processor = self._parts.processors[edge.processor]
+        if edge.rewrites is not None:
+            processor = rewriting(processor, edge.rewrites)
         async with aclosing(source), aclosing(processor(self._envelope.request, source)) as items:
             async for item in items:
                 yield item

@@ -160,7 +160,7 @@ class TestKeys:
             ),
             (
                 "stages: {talker: {engin: {}}}",
-                "F: stages.talker.engin: unknown key 'engin'; did you mean 'engine'? known: deployment, engine, "
+                "F: stages.talker.engin: unknown key 'engin'; did you mean 'engine'? known: deployment, engine, model, "
                 "sampling",
             ),
             (
@@ -185,7 +185,7 @@ class TestKeys:
         """Somebody used to vLLM-Omni's YAML tries to rewire stages there."""
         assert problems(f"stages: {{talker: {{{key}: x}}}}", tmp_path) == [
             f"F: stages.talker.{key}: {key!r} is topology; it is frozen in the pipeline's declaration, a deploy config "
-            f"only places and sizes; known: deployment, engine, sampling"
+            f"only places and sizes; known: deployment, engine, sampling, model"
         ]
 
     @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ class TestKeys:
             ("stages: [talker]", "F: stages: must be a mapping, got ['talker']"),
             (
                 "stages: {talker: }",
-                "F: stages.talker: must be a mapping with keys deployment, engine, sampling, got None",
+                "F: stages.talker: must be a mapping with keys deployment, engine, sampling, model, got None",
             ),
             ("stages: {talker: {engine: vllm}}", "F: stages.talker.engine: must be a mapping, got 'vllm'"),
             ("stages: {1: {}}", "F: stages.1: a key must be a name, got 1"),

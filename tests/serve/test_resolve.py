@@ -386,7 +386,7 @@ BLOCKS = {
 }
 TOPOLOGY = (
     "is topology; it is frozen in the pipeline's declaration, a deploy config only places and sizes; known: "
-    "deployment, engine, sampling"
+    "deployment, engine, sampling, model"
 )
 
 WORST = {
@@ -444,7 +444,7 @@ stages:
 """,
         [
             "F: stages.0: a key must be a name, got 0",
-            "F: stages.0.runtime: unknown key 'runtime'; known: deployment, engine, sampling",
+            "F: stages.0.runtime: unknown key 'runtime'; known: deployment, engine, model, sampling",
             f"F: stages.thinker.model_arch: 'model_arch' {TOPOLOGY}",
             f"F: stages.thinker.inputs: 'inputs' {TOPOLOGY}",
             "F: stages.thinker.engine.name: 'vllm' is not allowed here; known: per_request",
@@ -511,7 +511,7 @@ ingress: {retry: sometimes, deployment: []}
             "F: stages.thinker.sampling.max_tokens: input should be a valid integer, got a number with a fractional "
             "part, got 1.5",
             "F: stages.thinker.sampling.stop: input should be a valid tuple, got '###'",
-            "F: stages.code2wav: must be a mapping with keys deployment, engine, sampling, got None",
+            "F: stages.code2wav: must be a mapping with keys deployment, engine, sampling, model, got None",
             "F: streaming.coalesce_ms: input should be greater than or equal to 0, got -1",
             "F: streaming.window_mb: input should be a finite number, got nan",
             "F: ingress.deployment: must be a mapping, got []",

@@ -28,7 +28,12 @@ PIPELINE = PipelineConfig(
             execution_type=StageExecutionType.LLM_AR,
             model_arch="SmolLM2Thinker",
             inputs=(
-                Edge(source="listener", parts=("messages",), processor=f"{_PROCESSORS}:prompt_of_transcript"),
+                Edge(
+                    source="listener",
+                    parts=("messages",),
+                    processor=f"{_PROCESSORS}:prompt_of_transcript",
+                    takes="transcript",
+                ),
                 Edge(source="request", parts=("messages",), processor=f"{_PROCESSORS}:prompt_of_chat"),
             ),
             final_output_type="text",
@@ -44,7 +49,7 @@ PIPELINE = PipelineConfig(
             engine="per_request",
             engine_options=f"{_OPTIONS}:TalkerOptions",
             inputs=(
-                Edge(source="thinker", processor=f"{_PROCESSORS}:clauses_of_thinker"),
+                Edge(source="thinker", processor=f"{_PROCESSORS}:clauses_of_thinker", takes="text"),
                 Edge(source="request", parts=("speech_text",), processor=f"{_PROCESSORS}:clauses_of_speech"),
             ),
             engine_output_type="latent",
