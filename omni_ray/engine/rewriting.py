@@ -14,8 +14,8 @@ Processor = Callable[[Request, AsyncIterator[Any]], AsyncGenerator[Any, None]]
 def rewriting(processor: Processor, part: Literal["speech_text", "messages"]) -> Processor:
     """``processor`` behind a stage that makes text (for ``speech_text``) or transcripts (for ``messages``).
 
-    It waits for everything that the stage makes. A text becomes what is to be spoken; without a word, nothing is asked
-    of the processor. Transcripts take the places of their clips in the chat.
+    It waits for everything that the stage makes. A text becomes what is to be spoken; transcripts take the places of
+    their clips in the chat.
     """
 
     async def process(request: Request, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[Any, None]:

@@ -63,7 +63,7 @@ class Toy(CodecLM):
         Toy.latest = self
         self.prompts: dict[int, Rows] = {}
         self.computed: dict[int, int] = {}
-        self.units: dict[int, list[int]] = {}
+        self.told: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.steps: dict[int, int] = {}
         self.batches: list[tuple[int, ...]] = []
@@ -76,7 +76,7 @@ class Toy(CodecLM):
 
     def begin(self, slot: int, prompt: Any) -> int:
         assert slot not in self.prompts
-        self.prompts[slot], self.computed[slot], self.units[slot], self.steps[slot] = prompt, 0, [], 0
+        self.prompts[slot], self.computed[slot], self.told[slot], self.steps[slot] = prompt, 0, [], 0
         self.ended.discard(slot)
         return 0
 
@@ -98,7 +98,7 @@ class Toy(CodecLM):
     def feed(self, slot: int, item: Any) -> int:
         if item == "broken":
             raise ValueError("broken item")
-        self.units[slot].extend(item)
+        self.told[slot].extend(item)
         return len(item)
 
     def end_feed(self, slot: int) -> None:
@@ -108,7 +108,7 @@ class Toy(CodecLM):
         assert self.computed[slot] == self.prompts[slot].ask.size
         assert start == self.steps[slot]
         assert len(frames) <= PREFILL_CHUNK
-        units = self.units[slot][start : start + len(frames)]
+        units = self.told[slot][start : start + len(frames)]
         assert len(units) == len(frames) or slot in self.ended
         assert frames[:, 0].tolist() == units + [PAD] * (len(frames) - len(units))
         self.steps[slot] += len(frames)
@@ -121,10 +121,10 @@ class Toy(CodecLM):
         for slot, step in zip(slots, steps, strict=True):
             assert self.computed[slot] == self.prompts[slot].ask.size
             assert step == self.steps[slot]
-            assert step < len(self.units[slot]) or slot in self.ended
+            assert step < len(self.told[slot]) or slot in self.ended
             if self.prompts[slot].ask.broken == "step" and step == 2:
                 raise RuntimeError(f"slot {slot} is broken")
-            units.append(self.units[slot][step] if step < len(self.units[slot]) else PAD)
+            units.append(self.told[slot][step] if step < len(self.told[slot]) else PAD)
         rows = self.sampling.take(slice(slots[0], slots[-1] + 1))
         where = torch.tensor([dict(zip(slots, steps, strict=True)).get(s, 0) for s in range(slots[0], slots[-1] + 1)])
         drawn = draw(torch.zeros(len(where), 50), rows, where, 0, 50)[torch.tensor(slots) - slots[0]]
@@ -271,6 +271,47 @@ async def test_nothing_to_say(start: Any) -> None:
         assert (units, finish.reason) == ([], "stop")
     assert Toy.latest.batches == []
     assert Toy.latest.prompts == {}
+
+
+class Told(Toy):
+    """Its prompt brings three units along, and takes long to encode."""
+
+    encodes_apart = True
+    thread = ""
+
+    def encode(self, prompt: Any) -> Rows:
+        Told.thread = threading.current_thread().name
+        if prompt.broken == "prompt":
+            raise InvalidRequestError("broken prompt", "input")
+        return super().encode(prompt)
+
+    def units(self, prompt: Any) -> int:
+        assert isinstance(prompt, Rows)
+        return 3
+
+    def begin(self, slot: int, prompt: Any) -> int:
+        super().begin(slot, prompt)
+        self.told[slot] = [21, 22, 23]
+        return 0
+
+
+async def test_a_prompt_that_brings_its_units_along(start: Any) -> None:
+    """No unit is fed: the row steps at once, and its text bounds it as a feed would."""
+    engine = await start(Told, base_frames=2, frames_per_unit=1)
+    pipe = Pipe()
+    await pipe.queue.put(Ask())
+    outputs = run(engine, pipe.read())
+    early = [(await anext(outputs)).frames[0, 0] for _ in range(3)]
+    assert early == [21, 22, 23]
+    await pipe.queue.put(None)
+    rest = [output async for output in outputs]
+    assert [chunk.frames[0, 0] for chunk in rest[:-1]] == [PAD, PAD]
+    assert rest[-1].reason == "length"
+    units, _, finish = await collect(run(engine, source(Ask(frames=4))))
+    assert (units, finish.reason) == ([21, 22, 23, PAD], "stop")
+    assert Told.thread.startswith("encode-talker")
+    with pytest.raises(InvalidRequestError, match="broken prompt"):
+        await collect(run(engine, source(Ask(broken="prompt"))))
 
 
 async def test_caps(start: Any) -> None:
