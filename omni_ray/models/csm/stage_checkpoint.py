@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import CsmConfig
+from transformers.models.mimi import modeling_mimi
 
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.checkpoint_files import checkpoint_directory
@@ -14,6 +15,9 @@ from omni_ray.models.csm.prompt import SAMPLE_RATE
 
 CODEC: Final = "codec_model."
 """Where Mimi's tensors are in a checkpoint."""
+
+MOVED: Final = "MimiDecoderModel"
+"""A class of transformers 5.24, which has Mimi's modules under other names, and splits them in two models."""
 
 ENCODING: Final = ("encoder", "encoder_transformer", "downsample")
 DECODING: Final = ("decoder", "decoder_transformer", "upsample")
@@ -24,8 +28,11 @@ def stage_checkpoint(context: EngineContext) -> tuple[Path, Any]:
     """The directory of a stage's checkpoint, and transformers' ``CsmConfig`` of it.
 
     Raises:
-        ConfigError: no model that can be had, or one whose codec does not fit its talker or streams in another way.
+        ConfigError: no model that can be had, one whose codec does not fit its talker or streams in another way, or a
+            transformers whose Mimi is built otherwise.
     """
+    if MOVED in vars(modeling_mimi):
+        raise ConfigError([f"stage {context.stage.name}: csm needs transformers 5.17 to 5.19; Mimi's parts moved later"])
     if context.model is None:
         raise ConfigError([f"stage {context.stage.name} needs a model: a checkpoint directory or hub id"])
     directory = checkpoint_directory(context.model)
