@@ -32,7 +32,7 @@ def stage_checkpoint(context: EngineContext) -> tuple[Path, Any]:
             transformers whose Mimi is built otherwise.
     """
     if MOVED in vars(modeling_mimi):
-        raise ConfigError([f"stage {context.stage.name}: csm needs transformers 5.17 to 5.19; Mimi's parts moved later"])
+        raise ConfigError([f"stage {context.stage.name}: needs transformers 5.17 to 5.19; Mimi's parts moved later"])
     if context.model is None:
         raise ConfigError([f"stage {context.stage.name} needs a model: a checkpoint directory or hub id"])
     directory = checkpoint_directory(context.model)
