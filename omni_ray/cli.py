@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser(
         "plan",
         help="what a pipeline would start, without starting anything",
-        description="Stages, engines, resources and edges; checks the deploy config. Needs no cluster, GPU or weights.",
+        description="Stages, engines, resources and edges; checks the deploy config. Needs no cluster, GPU or weights. "
+        "With a cluster: what of it fits there now, and what is missing for the rest (exit code 1).",
     )
     _application(add)
+    add.add_argument("--address", help="a live Ray cluster to compare with; RAY_ADDRESS if left out")
     _json(add)
     add.set_defaults(run=_plan)
 
@@ -163,9 +166,9 @@ def _list(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from omni_ray.serve.report import plan_report
 
-    report = plan_report(*_chosen(args))
+    report = plan_report(*_chosen(args), args.address or os.environ.get("RAY_ADDRESS"))
     print(report.as_json() if args.json else report.as_text())
-    return 0
+    return 0 if report.cluster is None or report.cluster.fits else 1
 
 
 def _build(args: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ class TestPlan:
         report = json.loads(out)
         assert code == 0
         assert set(report) == {
-            "pipeline", "description", "model", "stages", "ingress", "edges", "requests", "total",
+            "pipeline", "description", "model", "stages", "ingress", "edges", "requests", "total", "cluster",
         }  # fmt: skip
         assert {frozenset(row) for row in (*report["stages"], report["ingress"])} == {
             frozenset({
@@ -73,7 +73,7 @@ class TestPlan:
             })
         }  # fmt: skip
         assert {frozenset(row) for row in report["edges"]} == {
-            frozenset({"source", "target", "processor", "schema_version", "transport"})
+            frozenset({"source", "target", "parts", "processor", "schema_version", "transport"})
         }
         assert all(set(row) == {"takes", "makes", "stages"} for row in report["requests"])
         assert report["total"]["CPU"] == pytest.approx(
@@ -88,7 +88,8 @@ class TestPlan:
         for stage in resolved.pipeline.stages:
             assert f"\n{stage.name}" in out
             for edge in stage.inputs:
-                assert f"  {edge.source} -> {stage.name}: " in out
+                parts = f" ({' + '.join(edge.parts)})" if edge.parts else ""
+                assert f"  {edge.source}{parts} -> {stage.name}: " in out
         assert "\ningress" in out
         assert "\nin all: " in out
 
@@ -97,6 +98,7 @@ class TestPlan:
         out = run(capsys, "plan", "ramp")[1]
         assert "  thinker -> talker: rows_of_thinker, schema 1, actor path, object refs\n" in out
         assert "  talker -> code2wav: frames_of_talker, schema 1, gRPC\n" in out
+        assert "  request (messages) -> thinker: words_of_chat, schema 1, request\n" in out
         assert "  messages -> text: thinker\n" in out
         assert "  messages -> text + audio: thinker -> talker -> code2wav\n" in out
         assert "  speech_text -> audio: talker -> code2wav" in out
@@ -110,6 +112,13 @@ class TestPlan:
         assert code == 0
         assert talker["placement_group"] == [{"CPU": 0.1, "GPU": 0.5}]
         assert report["total"] == {"CPU": 0.5, "GPU": 1.0}
+
+    @pytest.mark.parametrize("command", ["plan", "serve"])
+    def test_no_cluster_at_the_address(self, capsys, command):
+        """``ray.init`` tried a dead address for more than eight minutes, without a word."""
+        code, _, err = run(capsys, command, "ramp", "--address", "127.0.0.1:1")
+        assert code == 2
+        assert "no Ray cluster can be joined at '127.0.0.1:1': [Errno 111] Connection refused" in err
 
     def test_arguments_behind_an_option(self, capsys):
         """argparse refused ``plan ramp --json model=x``: "unrecognized arguments: model=x"."""

@@ -3,11 +3,13 @@
 Ray waits for ever for a replica that no node can take, and says little about it.
 """
 
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import available_resources_per_node
 
 from omni_ray.errors import ConfigError
@@ -15,6 +17,7 @@ from omni_ray.serve.resolve import ResolvedApp
 from omni_ray.serve.serve_options import ServeOptions
 
 _ROUNDING = 1e-6
+_REACH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,25 @@ class Fit:
     need: Need
     placed: int
     missing: str
+
+
+def join(address: str, *, log_to_driver: bool) -> str:
+    """Connect this process to the Ray cluster at ``host:port``, or ``auto``; returns its address.
+
+    Raises:
+        ConfigError: nothing listens there, or no cluster of this Ray and Python. Ray itself would try for minutes.
+    """
+    try:
+        found = str(canonicalize_bootstrap_address_or_die(address))
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        ray.init(address=found, log_to_driver=log_to_driver)
+    except (OSError, RuntimeError, ValueError) as error:  # ConnectionError is an OSError
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            [f"no Ray cluster can be joined at {address!r}: {reason}; give host:port of its GCS"]
+        ) from error
+    return found
 
 
 def needs(app: ResolvedApp) -> tuple[Need, ...]:

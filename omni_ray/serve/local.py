@@ -13,8 +13,9 @@ from ray.serve.schema import ApplicationStatus
 
 from omni_ray.registry import import_dotted
 from omni_ray.serve.builder import bind
-from omni_ray.serve.cluster import check_fits, live_nodes
-from omni_ray.serve.resolve import app_args, resolve
+from omni_ray.serve.cluster import check_fits, join, live_nodes
+from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
+from omni_ray.serve.starting import http_port, waiting_for
 
 DRAIN_MARGIN_S = 10.0
 """What deleting an application takes beyond its streams' grace."""
@@ -39,10 +40,13 @@ def serve_here(
     os.environ.setdefault("PYTHONPATH", os.getcwd())
     # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost
     address = address or os.environ.get("RAY_ADDRESS")
-    ray.init(address=address or "local", log_to_driver=True)
+    if address:
+        join(address, log_to_driver=True)
+    else:
+        ray.init(address="local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
-    started = False
+    started = ran = False
     try:
         check_fits(app, live_nodes())
         location = "HeadOnly" if address is None else "EveryNode"
@@ -50,16 +54,19 @@ def serve_here(
         target = serve.RunTarget(bind(app), name=app.pipeline.name, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
         started = True
-        if not _wait(app.pipeline.name, start_timeout_s, stop):
+        if (listens := http_port()) != port:
+            print(f"Serve on that cluster answers on port {listens} already, not {port}", file=sys.stderr, flush=True)
+        if not _wait(app, start_timeout_s, stop):
             return 1
+        ran = True
         if not stop.is_set():
-            print(f"{app.pipeline.name} is ready: http://{host}:{port}/v1  (Ctrl-C stops it)", flush=True)
+            print(f"{app.pipeline.name} is ready: http://{host}:{listens}/v1  (Ctrl-C stops it)", flush=True)
         stop.wait()
         print("stopping: streams may finish first (again to stop at once)", file=sys.stderr, flush=True)
         return 0
     finally:
-        if started:
-            _drain(app.pipeline.name, app.ingress.derived.graceful_shutdown_timeout_s, hurry)
+        if started:  # Serve gives even a replica that never got a node its grace, for which nobody needs to wait
+            _drain(app.pipeline.name, app.ingress.derived.graceful_shutdown_timeout_s if ran else 0, hurry)
         if address is None:  # other applications of somebody's cluster are none of our business
             serve.shutdown()
         ray.shutdown()
@@ -73,9 +80,9 @@ def _drain(name: str, grace_s: float, hurry: threading.Event) -> None:
         pass
 
 
-def _wait(name: str, timeout_s: float, stop: threading.Event) -> bool:
-    """Wait until the application runs, telling which deployments are still starting."""
-    deadline, said = time.monotonic() + timeout_s, ""
+def _wait(app: ResolvedApp, timeout_s: float, stop: threading.Event) -> bool:
+    """Wait until the application runs, telling what each deployment that does not yet run waits for."""
+    name, deadline, said = app.pipeline.name, time.monotonic() + timeout_s, [""]
     while not stop.is_set():
         status = serve.status().applications.get(name)
         if status is not None and status.status == ApplicationStatus.RUNNING:
@@ -86,13 +93,12 @@ def _wait(name: str, timeout_s: float, stop: threading.Event) -> bool:
                 if detail.status.value != "HEALTHY":
                     print(f"{deployment}: {detail.message}", file=sys.stderr)
             return False
-        waiting = [] if status is None else [n for n, d in status.deployments.items() if d.status.value != "HEALTHY"]
-        line = f"starting {name}: waiting for {', '.join(waiting)}" if waiting else said
-        if line != said:
-            print(line, file=sys.stderr, flush=True)
-            said = line
+        lines = waiting_for(app)
+        if lines and lines != said:
+            print(f"starting {name}", *lines, sep="\n  ", file=sys.stderr, flush=True)
+            said = lines
         if time.monotonic() > deadline:
-            print(f"{name} was not ready within {timeout_s:g} s; {line}", file=sys.stderr)
+            print(f"{name} was not ready within {timeout_s:g} s", *said, sep="\n  ", file=sys.stderr)
             return False
         stop.wait(0.25)
     return True

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from omni_ray.registry import engine_entry
 from omni_ray.serve.cluster import needs
+from omni_ray.serve.cluster_report import ClusterReport, cluster_report
 from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
 
 
@@ -25,10 +26,11 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True)
 class EdgeRow:
-    """One edge in the report."""
+    """One edge in the report. ``parts``: what a request edge takes of a request."""
 
     source: str
     target: str
+    parts: list[str]
     processor: str
     schema_version: int
     transport: str
@@ -55,6 +57,7 @@ class Report:
     edges: list[EdgeRow]
     requests: list[RequestRow]
     total: dict[str, float]
+    cluster: ClusterReport | None
 
     def as_json(self) -> str:
         """For scripts."""
@@ -73,14 +76,18 @@ class Report:
         lines += ["", "edges"]
         for edge in self.edges:
             name = edge.processor.rpartition(":")[2]
-            lines.append(f"  {edge.source} -> {edge.target}: {name}, schema {edge.schema_version}, {edge.transport}")
+            parts = f" ({' + '.join(edge.parts)})" if edge.parts else ""
+            way = f"schema {edge.schema_version}, {edge.transport}"
+            lines.append(f"  {edge.source}{parts} -> {edge.target}: {name}, {way}")
         lines += ["", "requests"]
         lines += [f"  {r.takes} -> {r.makes}: {' -> '.join(r.stages)}" for r in self.requests]
+        if self.cluster is not None:
+            lines += self.cluster.lines()
         return "\n".join(lines)
 
 
-def plan_report(name: str, given: Mapping[str, str]) -> Report:
-    """Resolve and report; ``ConfigError`` with every problem."""
+def plan_report(name: str, given: Mapping[str, str], address: str | None = None) -> Report:
+    """Resolve and report; with an ``address``, beside the cluster there. ``ConfigError`` with every problem."""
     args = app_args(given)
     app = resolve(name, args)
     total: dict[str, float] = {}
@@ -99,6 +106,7 @@ def plan_report(name: str, given: Mapping[str, str]) -> Report:
             EdgeRow(
                 edge.source,
                 stage.name,
+                list(edge.parts),
                 edge.processor,
                 edge.schema_version,
                 "request" if edge.source == "request" else "actor path, object refs" if edge.carries_refs else "gRPC",
@@ -108,6 +116,7 @@ def plan_report(name: str, given: Mapping[str, str]) -> Report:
         ],
         requests=_request_rows(app),
         total=total,
+        cluster=cluster_report(app, address) if address else None,
     )
 
 

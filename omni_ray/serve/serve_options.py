@@ -160,6 +160,18 @@ def _replicas(block: DeploymentBlock) -> int:
     return block.num_replicas or 1
 
 
+def _bundles(derived: ServeOptions) -> dict[str, tuple[float, float]]:
+    """Every resource of every bundle of this replica's placement group: what it is, what it should be."""
+    group = ray.util.get_current_placement_group()
+    actual: list[dict[str, float]] = group.bundle_specs if group else []
+    wanted: list[dict[str, float]] = derived.serve.get("placement_group_bundles", [])
+    out: dict[str, tuple[float, float]] = {"number of placement_group_bundles": (len(actual), len(wanted))}
+    for index, (is_, should) in enumerate(zip(actual, wanted, strict=False)):
+        for name in sorted(is_.keys() | should.keys()):
+            out[f"placement_group_bundles[{index}].{name}"] = (is_.get(name, 0.0), should.get(name, 0.0))
+    return out
+
+
 def check_actual_options(stage: str, derived: ServeOptions) -> None:
     """Compare what this replica really got with what was derived.
 
@@ -188,9 +200,7 @@ def check_actual_options(stage: str, derived: ServeOptions) -> None:
     if "memory" in derived.serve["ray_actor_options"]:
         memory = derived.serve["ray_actor_options"]["memory"]
         actual["ray_actor_options.memory"] = (assigned.get("memory", 0.0), memory)
-    group = ray.util.get_current_placement_group()
-    bundles = derived.serve.get("placement_group_bundles", [])
-    actual["number of placement_group_bundles"] = (len(group.bundle_specs) if group else 0, len(bundles))
+    actual |= _bundles(derived)
     if not derived.autoscaled:
         actual["num_replicas"] = (config.num_replicas, derived.num_replicas)
     where = "ingress.deployment" if stage == "ingress" else f"stages.{stage}.deployment"

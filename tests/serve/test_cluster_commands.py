@@ -1,5 +1,6 @@
 """What people type: ``serve run``, ``serve deploy``, ``serve build`` and ``omni-ray serve``, each as a process."""
 
+import json
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ def head() -> Iterator[dict[str, str]]:
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": scratch}
     command = [
         BIN / "ray", "start", "--head", f"--port={gcs}", f"--dashboard-port={dashboard}", "--num-cpus=16",
+        "--num-gpus=1",
         "--include-dashboard=true", f"--dashboard-agent-listen-port={free_port()}", "--disable-usage-stats",
         f"--dashboard-agent-grpc-port={free_port()}", f"--metrics-export-port={free_port()}",
         f"--ray-client-server-port={free_port()}", "--block",
@@ -120,12 +122,19 @@ def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path, pipeline: 
 
 
 def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> None:
-    """A ``deployments:`` block replaces options silently in Serve; our stages refuse to start and name the key."""
+    """A ``deployments:`` block replaces options silently in Serve; our stages refuse to start and name the key.
+
+    A placement group is compared resource by resource: one of the right number of bundles was once good enough.
+    """
     file = tmp_path / "override.yaml"
     run("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml", "-o", str(file), env=head)
     config = yaml.safe_load(file.read_text())
     app = config["applications"][0]
-    app["deployments"] = [{"name": "talker", "ray_actor_options": {"num_cpus": 0.3}}]
+    app["args"]["deploy_config"]["stages"] = {"code2wav": {"deployment": {"ray_actor_options": {"num_gpus": 0.5}}}}
+    app["deployments"] = [
+        {"name": "talker", "ray_actor_options": {"num_cpus": 0.3}},
+        {"name": "code2wav", "placement_group_bundles": [{"CPU": 0.4, "GPU": 0.5}]},
+    ]
     app["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
     app["name"], app["route_prefix"] = "override", "/override"
     del config["http_options"]
@@ -136,8 +145,8 @@ def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> N
         return run("serve", "status", "-n", "override", "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
 
     wait_until(lambda: "DEPLOY_FAILED" in status(), 60)
-    assert "ray_actor_options.num_cpus" in status()
-    assert "stages.talker" in status()
+    wait_until(lambda: "ray_actor_options.num_cpus" in status() and "stages.talker" in status(), 30)
+    wait_until(lambda: "placement_group_bundles[0].CPU = 0.4, but 0.1 was derived" in " ".join(status().split()), 30)
 
 
 def test_serve_run(head: dict[str, str]) -> None:
@@ -155,6 +164,42 @@ def test_serve_run(head: dict[str, str]) -> None:
                 url = line.split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
                 break
         wait_until(lambda: answers(url), 30)
+
+
+@pytest.mark.weights
+def test_a_busy_cluster(head: dict[str, str]) -> None:
+    """What fits beside what runs: ``plan`` and the starting lines of ``serve`` say which stage waits for what.
+
+    And the printed address is the one that answers: Serve keeps the port that it was first started with.
+    """
+    hog = 'deploy_config={"stages": {"talker": {"deployment": {"ray_actor_options": {"num_cpus": 12}}}}}'
+    each = {"deployment": {"ray_actor_options": {"num_cpus": 3.9}}}
+    large = json.dumps({"stages": dict.fromkeys(("listener", "thinker", "talker", "code2wav"), each)})
+    run("serve", "start", "--http-port", str(HTTP_PORT), env=head)
+    asked = free_port()
+    with in_background("omni-ray", "serve", "ramp", hog, "--port", str(asked), env=head) as process:
+        assert process.stdout is not None
+        ready = next(line for line in process.stdout if "is ready: " in line)
+        url = ready.split("is ready: ")[1].split("/v1")[0]
+        assert url != f"http://127.0.0.1:{asked}"
+        assert answers(url)
+        own = run("omni-ray", "plan", "ramp", hog, env=head)
+        assert "the application runs there already: RUNNING" in own
+        plan = [str(BIN / "omni-ray"), "plan", "voice_chat", f"deploy_config={large}"]
+        done = subprocess.run([*plan, "--json"], cwd=ROOT, env=head, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        report = json.loads(done.stdout)["cluster"]
+        assert report["nodes"][0]["total"]["CPU"] == 16
+        assert report["nodes"][0]["free"]["CPU"] == pytest.approx(3.7)
+        fits = {row["deployment"]: (row["now"], row["ever"], row["missing"]) for row in report["deployments"]}
+        assert fits["ingress"] == (1, 1, "")
+        assert fits["thinker"][:2] == (0, 1)
+        assert "comes nearest and has 3.7 CPU left" in fits["thinker"][2]
+        serve = [str(BIN / "omni-ray"), "serve", *plan[2:], "--start-timeout", "4"]
+        done = subprocess.run(serve, cwd=ROOT, env=head, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert "voice_chat was not ready within 4 s" in done.stderr
+        assert "thinker: 0 of 1 replicas run; 1 without a node, needing 3.9 CPU: node " in done.stderr
 
 
 def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:

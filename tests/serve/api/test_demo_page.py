@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from api_fakes import FULL, SPEECH_ONLY, TEXT_ONLY, FakeDispatcher, app_of, client_of, text
+from api_fakes import FULL, SPEECH_ONLY, TEXT_ONLY, FakeDispatcher, app_of, audio, client_of, text, wav
+from api_fakes import serving as served
 
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.models.ramp import oracle
@@ -49,12 +50,21 @@ AudioContext.prototype.resume = async function () {
 """Records what reaches the loudspeaker, in the audio thread. Needs ``bypass_csp``; other tests keep the policy on."""
 
 
+TONE_HZ = 440
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Chromium with a microphone that hears a tone, without end."""
     from playwright.sync_api import sync_playwright
 
+    heard = tmp_path_factory.mktemp("microphone") / "tone.wav"
+    heard.write_bytes(wav(0.5 * np.sin(2 * np.pi * TONE_HZ * np.arange(48_000) / 48_000), 48_000))
+    flags = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=[*flags, f"--use-file-for-fake-audio-capture={heard}"]
+        )
         yield chromium
         chromium.close()
 
@@ -181,6 +191,30 @@ def test_asks_shows_and_stops(page: Any) -> None:
 
 
 @in_browser
+def test_what_the_microphone_hears_is_the_question(browser: Any) -> None:
+    """Speak, then send: the server gets a 16 kHz mono clip with that tone in it, and answers."""
+    fake = FakeDispatcher(script=[*text("a tone"), *audio(2400)])
+    with served(fake) as url:
+        context = browser.new_context(permissions=["microphone"])
+        page = context.new_page()
+        page.goto(f"{url}/")
+        speak = page.get_by_role("button", name="Speak")
+        speak.click()
+        status(page, "Listening")
+        assert page.locator("#speak").get_attribute("aria-pressed") == "true"
+        page.wait_for_timeout(1500)
+        page.get_by_role("button", name="Send what I said").click()
+        status(page, "Done")
+        context.close()
+    ((clip,),) = fake.clips
+    assert clip.sample_rate == 16_000
+    assert 1 < len(clip.samples) / 16_000 < 10
+    middle = clip.samples[len(clip.samples) // 4 :][: len(clip.samples) // 2]
+    loudest = np.abs(np.fft.rfft(middle)).argmax() * 16_000 / len(middle)
+    assert loudest == pytest.approx(TONE_HZ, abs=5)
+
+
+@in_browser
 @pytest.mark.parametrize("page", [{"viewport": {"width": 320, "height": 640}, "color_scheme": "dark"}], indirect=True)
 def test_fits_a_phone_and_keyboard(page: Any) -> None:
     """No sideways scrolling at 320 px; every control has a name, is reached by Tab and large enough for a finger."""
@@ -200,8 +234,6 @@ def test_fits_a_phone_and_keyboard(page: Any) -> None:
 @in_browser
 def test_a_server_with_keys_asks_for_one(browser: Any) -> None:
     """The refused question names what is missing; with the key it is answered, and nothing remembers it."""
-    from api_fakes import serving as served
-
     with served(FakeDispatcher(TEXT_ONLY, text("hello")), "secret") as url:
         context = browser.new_context()
         page = context.new_page()
