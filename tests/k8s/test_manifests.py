@@ -1,6 +1,7 @@
 """Every file under ``k8s/``: rendered by kustomize, valid, consistent with what it deploys; and broken ones refused."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,18 @@ def test_losing_one_worker_leaves_a_voice(named: tuple[str, Doc]) -> None:
     check_fits(app, ray_nodes(cluster_of(doc), "maxReplicas"))
 
 
+def test_every_gpu_thinker_is_vllm() -> None:
+    """The image with vLLM is pinned to the version that the package asks for."""
+    for name in ("qwen3-omni", "qwen3-omni-stages"):
+        (app,) = resolved_apps(dict(ray_services())[name])
+        assert app.config.stage("thinker").engine["name"] == "vllm"
+    pins = (K8S / "constraints-gpu.txt").read_text().splitlines()
+    extra = re.findall(r'^gpu = \["([^"]*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert extra[0] in pins
+    assert f"ray=={ray.__version__}" in pins
+    assert all(re.fullmatch(r"[\w.\-]+==[\w.+]+", pin) for pin in pins[1:])
+
+
 def test_single_gpu_sizes_are_those_of_the_deploy_config() -> None:
     """Two places say how Qwen3-Omni fits one GPU; they must not drift apart."""
     config = yaml.safe_load((ROOT / "deploy_configs/qwen3_omni.h200.yaml").read_text())
@@ -139,7 +152,8 @@ def test_images_are_what_the_dockerfile_makes() -> None:
     for target in ("cpu", "gpu"):
         assert f"--target {target} -t registry.example.com/omni-ray-{target}:{TAG} ." in text
         body = text.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
-        assert body.strip().endswith("USER 1000:1000")
+        users = re.findall(r"^USER (.*)$", body, re.MULTILINE)
+        assert users == ["1000:1000"]
     ignored = (K8S / "Dockerfile.dockerignore").read_text().splitlines()
     copied = {name for line in lines if line[:1] == ["COPY"] and "--from" not in line[1] for name in line[1:-1]}
     assert copied == {line[1:] for line in ignored if line.startswith("!")}
@@ -197,7 +211,7 @@ BROKEN = {
         "talker needs 4 CPU + 1 GPU on a node with omni-group=talkers for each of 2 replicas; 0 of them fit",
     ),
     "more GPUs than the worker groups have": (
-        "num_gpus: 1, label_selector: {omni-group: thinker}", "num_gpus: 2, label_selector: {omni-group: thinker}",
+        "num_gpus: 1, label_selector: {omni-group: talker}", "num_gpus: 2, label_selector: {omni-group: talker}",
         "no node has 2 GPU, the most is 1 GPU",
     ),
     "a misspelt field of the RayService": (
