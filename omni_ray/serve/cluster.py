@@ -188,7 +188,7 @@ def _why(need: Need, rooms: list[_Room]) -> str:
     for name, amount in need.each.items():
         most = max(room.node.resources.get(name, 0) for room in allowed)
         if most < amount - _ROUNDING:
-            return f"no node has {amount_of(name, amount)}, the most is {amount_of(name, most)}"
+            return f"no node offers {amount_of(name, amount)}, the most is {amount_of(name, most)}"
     nearest = min(allowed, key=lambda room: len(room.lacks(need)))
     return f"node {nearest.node.name} comes nearest and has {', '.join(nearest.lacks(need))}"
 

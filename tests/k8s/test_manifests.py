@@ -212,7 +212,7 @@ BROKEN = {
     ),
     "more GPUs than the worker groups have": (
         "num_gpus: 1, label_selector: {omni-group: talker}", "num_gpus: 2, label_selector: {omni-group: talker}",
-        "no node has 2 GPU, the most is 1 GPU",
+        "no node offers 2 GPU, the most is 1 GPU",
     ),
     "a misspelt field of the RayService": (
         "rayClusterDeletionDelaySeconds", "rayClusterDeletionDelaySecs",

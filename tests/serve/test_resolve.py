@@ -314,7 +314,7 @@ class TestCheckFits:
             check_fits(resolved, [node(CPU=2, GPU=1, **{"accelerator_type:A10": 1})])
         assert caught.value.problems == (
             "talker needs 0.1 CPU + 1 GPU + 0.001 accelerator_type:H200 for each of 1 replicas; 0 of them fit beside "
-            "the other deployments: no node has 0.001 accelerator_type:H200, the most is 0 accelerator_type:H200",
+            "the other deployments: no node offers 0.001 accelerator_type:H200, the most is 0 accelerator_type:H200",
         )
         check_fits(resolved, [node(CPU=2, GPU=1, **{"accelerator_type:H200": 1})])
 
@@ -330,7 +330,7 @@ class TestCheckFits:
     def test_a_sum_over_nodes_is_no_room(self):
         """Half the CPUs on each of two nodes: the cluster's total is enough, and the replica waits for ever."""
         resolved = app(**stage("talker", {"ray_actor_options": {"num_cpus": 6}}))
-        with pytest.raises(ConfigError, match="no node has 6 CPU, the most is 4 CPU"):
+        with pytest.raises(ConfigError, match="no node offers 6 CPU, the most is 4 CPU"):
             check_fits(resolved, [node(CPU=4), node(CPU=4)])
         check_fits(resolved, [node(CPU=4), node(CPU=8)])
 
@@ -361,7 +361,7 @@ class TestCheckFits:
     def test_memory_counts(self):
         """A stage that asks for more memory than any node has waited for ever, unreported."""
         resolved = app(**stage("talker", {"ray_actor_options": {"memory": 2**40}}))
-        with pytest.raises(ConfigError, match=r"no node has 1.02e.03 GiB memory, the most is 8 GiB memory"):
+        with pytest.raises(ConfigError, match=r"no node offers 1.02e.03 GiB memory, the most is 8 GiB memory"):
             check_fits(resolved, [node(CPU=2, memory=2**33)])
 
     def test_custom_resources_and_replicas(self):
