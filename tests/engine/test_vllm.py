@@ -409,6 +409,48 @@ async def test_death_of_the_engine_core(tiny: Path, tmp_path: Path):
     assert newest not in core_processes()
 
 
+def tiny_llama(out: Path) -> Path:
+    """A random Llama of SmolLM2's kind, where ``voice_chat`` keeps its thinker."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from omni_ray.models.qwen3_omni.tokens import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes, **heads, **ends)
+    LlamaForCausalLM(config).float().save_pretrained(out / "thinker")
+    tokenizer.save_pretrained(out / "thinker")
+    return out
+
+
+async def test_any_text_model_is_a_thinker(tmp_path: Path):
+    """``voice_chat``'s thinker: the torch engine's tokens from vLLM's own Llama."""
+    from omni_ray.engine.ar import AREngine
+    from omni_ray.engine.vllm_engine import VLLMEngine
+    from omni_ray.models.voice_chat.pipeline import PIPELINE
+    from omni_ray.models.voice_chat.prompt import Prompt
+    from omni_ray.models.voice_chat.thinker import SmolLM2Thinker
+    from omni_ray.models.voice_chat.vllm_thinker import SmolLM2ThinkerVLLM
+
+    model, stage = str(tiny_llama(tmp_path)), PIPELINE.stage("thinker")
+    ours = AREngine(EngineContext(stage, model, SmolLM2Thinker, AROptions(**SIZES)))
+    theirs = VLLMEngine(EngineContext(stage, model, SmolLM2ThinkerVLLM, VLLMOptions(**{**SIZES, **VLLM})))
+    prompts = [Prompt((("user", words),)) for words in ("Hello", "one two three " * 40)]
+    outputs = []
+    for engine in (ours, theirs):
+        await engine.start()
+        try:
+            outputs.append([await collect(run(engine, prompt, repetition_penalty=1.1)) for prompt in prompts])
+        finally:
+            await engine.stop()
+    assert outputs[0] == outputs[1]
+    assert len(tokens(outputs[0][1])) > 5
+
+
 async def test_a_start_that_cannot_succeed_fails_soon_in_vllms_own_words(tiny: Path, tmp_path: Path):
     before = set(core_processes())
     began = time.monotonic()
