@@ -1,6 +1,6 @@
 """Rows of a codec language model: one code frame per step, fed while they run; they wait for their feed, never pad."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omni_ray.engine.ar_model import CodecLM
+from omni_ray.engine.ar_model import CodecLM, FrameStep
 from omni_ray.engine.ar_row import Advance, Row, Steps
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.types import CodeFrameChunk, Usage
@@ -26,6 +26,19 @@ class FrameResult:
     evidence: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Flying:
+    """Rows whose next frame is being computed, and what waits for it."""
+
+    rows: dict[Row, None]
+    land: Callable[[], FrameStep]
+
+
+def _results(done: FrameStep) -> Iterator[FrameResult]:
+    parts = zip(done.frames.numpy(), done.ended, done.finite, done.evidence, strict=True)
+    return (FrameResult(*part) for part in parts)
+
+
 class FrameSteps(Steps):
     """See ``Steps``.
 
@@ -38,6 +51,8 @@ class FrameSteps(Steps):
 
     def __init__(self, model: CodecLM, options: CodecLMOptions) -> None:
         super().__init__(model, options)
+        self._flying: Flying | None = None
+        self._landed: dict[Row, FrameResult] = {}
         self._base_frames, self._frames_per_unit = options.base_frames, options.frames_per_unit
 
     def set_up(self, row: Row) -> None:
@@ -65,18 +80,43 @@ class FrameSteps(Steps):
         self.model.follow(row.slot, torch.from_numpy(row.resume.frames[row.replayed : end]), row.replayed)
 
     def ready(self, row: Row) -> bool:
-        """Whether the unit of the row's next step has come, or none is needed any more."""
-        return row.units > row.count or row.feed_ended
+        """Whether the row has a frame to come, or can begin one."""
+        return self._begun(row) > row.count or self._may_begin(row)
 
-    def step(self, rows: Sequence[Row]) -> list[FrameResult]:
-        """See ``Steps.step``."""
-        done = self.model.step([row.slot for row in rows], [row.count for row in rows])
-        frames = done.frames.numpy()
-        parts = zip(frames, done.ended, done.finite, done.evidence, strict=True)
-        return [FrameResult(*part) for part in parts]
+    def step(self, rows: Sequence[Row]) -> list[FrameResult | None]:
+        """See ``Steps.step``. A model that computes ``ahead`` is read one step late: None is a frame yet to come.
 
-    def advance(self, row: Row, result: FrameResult) -> Advance:
+        The next frame is launched before the last one is waited for, so the model never waits for us. What it computed
+        for a row that is over by then is dropped.
+        """
+        if not self.model.ahead:
+            done = self.model.step([row.slot for row in rows], [row.count for row in rows])
+            return list(_results(done))
+        begun = [row for row in rows if self._may_begin(row)]
+        flying = None
+        if begun:
+            land = self.model.launch([row.slot for row in begun], [self._begun(row) for row in begun])
+            flying = Flying(dict.fromkeys(begun), land)
+        before, self._flying = self._flying, flying
+        self._landed = {row: result for row, result in self._landed.items() if row.slot >= 0}
+        if before is not None:
+            self._landed.update(zip(before.rows, _results(before.land()), strict=True))
+        return [self._landed.pop(row, None) for row in rows]
+
+    def _begun(self, row: Row) -> int:
+        """Frames of the row that are given out, known or being computed."""
+        flying = self._flying is not None and row in self._flying.rows
+        return row.count + (row in self._landed) + flying
+
+    def _may_begin(self, row: Row) -> bool:
+        """Whether the unit of the row's next frame has come, or none is needed any more, and the frame is wanted."""
+        begun = self._begun(row)
+        return begun < row.limit and (row.units > begun or row.feed_ended)
+
+    def advance(self, row: Row, result: FrameResult | None) -> Advance:
         """Give the frame out, unless it is the stop code."""
+        if result is None:
+            return Advance()
         if not result.finite:
             raise StageFailedError(f"the model's logits at frame {row.count} hold NaN or infinity")
         if result.ended:

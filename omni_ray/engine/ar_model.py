@@ -12,7 +12,7 @@ and refuses to start if any number differs (``ar_selftest``).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
@@ -173,6 +173,19 @@ class CodecLM(SlotModel):
     """
 
     frame_rate: float
+
+    @property
+    def ahead(self) -> bool:
+        """Whether ``launch`` returns before the frame is computed, so that the next may be launched meanwhile."""
+        return False
+
+    def launch(self, slots: Sequence[int], steps: Sequence[int]) -> Callable[[], FrameStep]:
+        """Start a step as ``step`` would make it; calling the result waits for it. At most two are under way.
+
+        A row may be launched again before its frame is known: whatever it draws, the next step starts from it.
+        """
+        done = self.step(slots, steps)
+        return lambda: done
 
     @abstractmethod
     def prefill(self, slot: int, piece: Any, start: int) -> None:

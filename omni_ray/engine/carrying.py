@@ -53,7 +53,7 @@ class Carried:
         Args:
             rows: [B, size].
             new_frames: int64 [B], frames of each row in this step; the rest of the row is padding.
-            first: int64 [f], rows that are in their first step.
+            first: bool [B], rows that are in their first step.
         """
         self._rows = rows
         self._new_frames = new_frames
@@ -62,8 +62,8 @@ class Carried:
 
     def extend(self, place: Place, new: Tensor) -> Tensor:
         """``new`` [B, channels, T, ...] with the past in front of it; what the next step needs is kept."""
-        if place.early and len(self._first):
-            new[self._first, :, : place.early] = 0  # upstream has zeros there: its padding
+        if place.early:  # upstream has zeros there: its padding
+            new[:, :, : place.early].masked_fill_(self._first[:, None, None], 0)
         shape = (len(new), place.channels, place.keep, *new.shape[3:])
         before = self._rows[:, place.start : place.start + place.size].view(shape)
         whole = torch.cat([before, new], _TIME)

@@ -36,6 +36,9 @@ class Decoder(Protocol):
     def step(self, pasts: Sequence[Any], codes: Sequence[Codes]) -> Sequence[tuple[Samples, Any]]:
         """See ``StreamingCode2Wav.step``."""
 
+    def release(self, past: Any) -> None:
+        """The request is over."""
+
 
 @dataclass(slots=True)
 class Code2WavState:
@@ -67,15 +70,19 @@ class Qwen3OmniCode2Wav(Codec):
         options = self._options
         directory, config = stage_checkpoint(self.context, speaks=True)
         torch.set_num_threads(options.threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dummy = self.context.load_format == "dummy"
-        model = build(Qwen3OmniMoeCode2Wav, config.code2wav_config, compute_dtype(options.dtype), initialise=dummy)
+        dtype = compute_dtype("float32" if options.dtype == "tf32" else options.dtype)
+        with device:
+            model = build(Qwen3OmniMoeCode2Wav, config.code2wav_config, dtype, initialise=dummy)
         if not dummy:
             load_parts(directory, model, PREFIX, self.context.progress)
-        model.requires_grad_(False).to(device)
+        model.requires_grad_(False)
         self._codebooks, self._codebook_size = model.config.num_quantizers, model.config.codebook_size
         if options.context == "truncated":
             self._decoder = TruncatedCode2Wav(model, options.truncated_left())
+        elif device.type == "cuda":
+            self._decoder = self._captured(model)
         else:
             self._decoder = StreamingCode2Wav(model)
         self._warm_up()
@@ -103,7 +110,19 @@ class Qwen3OmniCode2Wav(Codec):
 
     def close(self, state: Code2WavState) -> None:
         """Free what was carried, some 5 MB at the published shape."""
+        if state.past is not None:
+            self._decoder.release(state.past)
         state.past = None
+
+    def _captured(self, model: Qwen3OmniMoeCode2Wav) -> Decoder:
+        """Steps as CUDA graphs; Triton is needed for it, and a GPU."""
+        from omni_ray.models.qwen3_omni.captured_code2wav import CapturedCode2Wav
+
+        options = self._options
+        rows = 1 if options.deterministic else options.batch_rows
+        decoder = CapturedCode2Wav(model, options.max_num_seqs, rows, options.chunk_frames, options.dtype == "tf32")
+        decoder.capture(decoder.shapes())
+        return decoder
 
     def _codes(self, item: DecodeItem) -> Codes:
         assert isinstance(item.units, CodeFrameChunk)
@@ -133,4 +152,6 @@ class Qwen3OmniCode2Wav(Codec):
 
     def _warm_up(self) -> None:
         silence = CodeFrameChunk(0, np.zeros((self._options.chunk_frames[0], self._codebooks), np.int64))
-        self.decode([DecodeItem(Code2WavState(), silence, last=True)])
+        state = Code2WavState()
+        self.decode([DecodeItem(state, silence, last=True)])
+        self.close(state)

@@ -20,14 +20,15 @@ class Code2WavOptions(CodecOptions):
             an approximation, for comparison.
         left_context: frames decoded again, for ``truncated`` only; None takes upstream's 25.
         batch_rows: the most requests decoded in one batch.
-        dtype: of weights and arithmetic; the promises about equality are for float32.
+        dtype: of weights and arithmetic; the promises about equality are for float32. ``tf32`` is float32 whose
+            products a GPU may round to 10 bits (a CPU does not).
     """
 
     max_num_seqs: int = Field(default=64, ge=1)
     chunk_frames: tuple[int, ...] = Field(default=(4, 8, 16, 25), min_length=1)
     context: Literal["stateful", "truncated"] = "stateful"
     batch_rows: int = Field(default=16, ge=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
     def _left_context_has_a_meaning(self) -> Self:

@@ -47,6 +47,14 @@ def tail_samples(upsample_rates: Sequence[int]) -> int:
     return tail
 
 
+def padded_codes(codes: Sequence[Codes], longest: int) -> Codes:
+    """Rows of codes [n, Q] as one int64 [B, Q, longest]; padding is code 0."""
+    padded = np.zeros((len(codes), codes[0].shape[1], longest), np.int64)
+    for row, frames in zip(padded, codes, strict=True):
+        row[:, : len(frames)] = frames.T
+    return padded
+
+
 @dataclass(frozen=True, slots=True)
 class Past:
     """What is carried of one request. Never changed, only replaced, so a step that fails leaves no trace.
@@ -67,6 +75,8 @@ class StreamingCode2Wav:
 
     Attributes:
         samples_per_frame: 1920.
+        codebooks: Q.
+        sizes: numbers that one request carries: keys and values, inputs.
         tail: samples that are held back until the next frame (555).
     """
 
@@ -85,17 +95,18 @@ class StreamingCode2Wav:
             heads, dim = config.num_key_value_heads, layer.self_attn.head_dim
             key, value = (layout.next(heads, self._window - 1, dim) for _ in range(2))
             layer.self_attn = CarryingAttention(layer.self_attn, self._scope, key, value)
-        self._keys_values_size = layout.size
+        keys_values_size = layout.size
         layout = Layout()
         for part in (model.upsample, model.decoder):
             self._replace(part, layout)
-        self._inputs_size = layout.size
+        self.sizes = (keys_values_size, layout.size)
+        self.codebooks: int = config.num_quantizers
         self.samples_per_frame = layout.rate
         self.tail = layout.early
         assert self.samples_per_frame == prod((*config.upsampling_ratios, *config.upsample_rates))
         assert self.tail == tail_samples(config.upsample_rates)
         weight = model.code_embedding.weight
-        self._nothing = Past(0, weight.new_zeros(self._keys_values_size), weight.new_zeros(self._inputs_size))
+        self._nothing = Past(0, *(weight.new_zeros(size) for size in self.sizes))
 
     def _replace(self, parent: nn.Module, layout: Layout) -> None:
         """Replace the convolutions under ``parent``; a child runs after the children before it."""
@@ -133,29 +144,51 @@ class StreamingCode2Wav:
             ``n * samples_per_frame``, at the start less by ``tail``.
         """
         before = [past or self._nothing for past in pasts]
-        device, longest = self._nothing.inputs.device, max(map(len, codes))
-        padded = np.zeros((len(codes), codes[0].shape[1], longest), np.int64)
-        for row, frames in zip(padded, codes, strict=True):
-            row[:, : len(frames)] = frames.T
+        device = self._nothing.inputs.device
         ages = torch.tensor([past.frames for past in before], device=device)
         new_frames = torch.tensor([len(frames) for frames in codes], device=device)
-        first = torch.tensor([i for i, past in enumerate(before) if not past.frames], dtype=torch.long, device=device)
-        inputs = Carried(torch.stack([past.inputs for past in before]), new_frames, first)
-        keys_values = Carried(torch.stack([past.keys_values for past in before]), new_frames, first)
-        self._scope.inputs, self._scope.keys_values = inputs, keys_values
-        try:
-            sound = self._forward(torch.from_numpy(padded).to(device), ages)
-        finally:
-            self._scope.inputs = self._scope.keys_values = self._scope.rotary = self._scope.visible = None
-        after = zip(keys_values.after(), inputs.after(), strict=True)
+        padded = torch.from_numpy(padded_codes(codes, max(map(len, codes)))).to(device)
+        keys_values = torch.stack([past.keys_values for past in before])
+        inputs = torch.stack([past.inputs for past in before])
+        sound, *after = self.advance(padded, ages, new_frames, keys_values, inputs)
         samples = sound.float().cpu().numpy()
         done = []
-        for row, past, frames, (kv, conv) in zip(samples, before, codes, after, strict=True):
-            start = 0 if past.frames else self.tail
+        for row, past, frames, kv, conv in zip(samples, before, codes, *after, strict=True):
             # copies: a view would keep the whole batch alive
-            sample = row[start : len(frames) * self.samples_per_frame].copy()
+            sample = self.fresh(row, past.frames, len(frames)).copy()
             done.append((sample, Past(past.frames + len(frames), kv.clone(), conv.clone())))
         return done
+
+    def release(self, past: Past) -> None:
+        """Nothing is held of a request but its past."""
+
+    def fresh(self, sound: Samples, age: int, frames: int) -> Samples:
+        """Of a row's sound those samples that became final with ``frames`` new frames after ``age`` others."""
+        return sound[0 if age else self.tail : frames * self.samples_per_frame]
+
+    def advance(
+        self, codes: Tensor, ages: Tensor, new_frames: Tensor, keys_values: Tensor, inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The computation of a step; a fixed sequence of kernels for given shapes.
+
+        Args:
+            codes: int64 [B, Q, n], padded.
+            ages: int64 [B], frames before.
+            new_frames: int64 [B], of which the rest are padding.
+            keys_values: [B, size], of the frames before.
+            inputs: likewise.
+
+        Returns:
+            Sound [B, n * samples_per_frame], and both kinds of past behind the new frames.
+        """
+        first = ages == 0
+        carried = Carried(inputs, new_frames, first), Carried(keys_values, new_frames, first)
+        self._scope.inputs, self._scope.keys_values = carried
+        try:
+            sound = self._forward(codes, ages)
+            return sound, carried[1].after(), carried[0].after()
+        finally:
+            self._scope.inputs = self._scope.keys_values = self._scope.rotary = self._scope.visible = None
 
     def _forward(self, codes: Tensor, ages: Tensor) -> Tensor:
         """As ``Qwen3OmniMoeCode2Wav.forward``: codes [B, Q, n] at frames ``ages`` [B] -> [B, n * samples_per_frame]."""

@@ -5,13 +5,12 @@ code predictor for the rest. What transformers computes in one ``generate`` call
 once, each as far as its text has come: see ``talker_input`` for what is fed, ``talker_prompt`` for the prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import load_parts, read_tensor
@@ -20,14 +19,15 @@ from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
-from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
-from omni_ray.models.qwen3_omni.talker_modules import FramePredictor
+from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, talker_module
 from omni_ray.models.qwen3_omni.talker_prompt import Markers, PromptRows, media_tensor, talker_ids
-from omni_ray.models.qwen3_omni.weights import initialise_experts
+
+if TYPE_CHECKING:
+    from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
 
 PREFIX: Final = "talker."
 TEXT_EMBEDDING: Final = "thinker.model.embed_tokens.weight"
@@ -81,18 +81,22 @@ class Qwen3OmniTalker(CodecLM):
         torch.set_num_threads(options.threads)
         self._deterministic = options.deterministic
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cuda":
+            # This thread's stream: prompts and frames run in the order of their calls.
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         random = self.context.load_format == "dummy"
-        upstream = _module(config.talker_config, self._dtype(options.dtype), options.deterministic, random)
-        table: Tensor | None = None
-        if not random:
+        dtype = self._dtype(options.dtype)
+        with self._device:
+            upstream = talker_module(config.talker_config, dtype, options.deterministic, random, self._device)
+        if random:
+            text = config.thinker_config.text_config
+            table = torch.randn(text.vocab_size, text.hidden_size, device=self._device) * config.initializer_range
+        else:
             load_parts(directory, upstream, PREFIX, self.context.progress)
             table = read_tensor(directory, TEXT_EMBEDDING)
-        upstream.eval().requires_grad_(False).to(self._device)
-        self._upstream = upstream
-        if table is None:
-            text = config.thinker_config.text_config
-            table = torch.randn(text.vocab_size, text.hidden_size) * config.initializer_range
+        self._upstream = upstream.eval().requires_grad_(False)
         self._set_up(config, table)
+        self._captured = self._capture(options.max_num_seqs) if self._device.type == "cuda" else None
 
     def _dtype(self, option: str) -> torch.dtype:
         """``auto`` is bfloat16 on a GPU; on CPU float32, in which frames equal upstream's."""
@@ -121,6 +125,17 @@ class Qwen3OmniTalker(CodecLM):
         self._sampling = RowSampling.empty(rows, self._device)
         self._said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._device)
         self._last = torch.zeros(rows, upstream.config.text_config.hidden_size, device=self._device).to(self._text)
+
+    def _capture(self, rows: int) -> "CapturedTalker":
+        """Frames as CUDA graphs; Triton is needed for it, and a GPU."""
+        from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
+        from omni_ray.models.qwen3_omni.fused_frame import SlotTables
+
+        said, suppressed = self._said.view(torch.uint8), self._suppressed.view(torch.uint8)
+        tables = SlotTables(self._talker.keys, self._talker.values, self._last, said, suppressed, self._text)
+        return CapturedTalker(
+            self._upstream, tables, self._stop, PREDICTOR_TOP_K, PREDICTOR_TOP_P, rows, self._deterministic
+        )
 
     def _projected(self, table: Tensor) -> Tensor:
         """``text_projection`` of the thinker's whole embedding table: [vocabulary, hidden]."""
@@ -171,6 +186,8 @@ class Qwen3OmniTalker(CodecLM):
 
     def sample_as(self, slot: int, request: Request) -> None:
         """See ``CodecLM.sample_as``."""
+        if self._captured is not None:
+            self._captured.sample_as(slot, request)
         self._sampling.set(slot, request)
 
     def feed(self, slot: int, item: Any) -> int:
@@ -214,8 +231,29 @@ class Qwen3OmniTalker(CodecLM):
         positions = torch.arange(start, start + len(embeds), device=self._device)[None]
         self._talker.forward(embeds[None], axes[:, None], positions, range(slot, slot + 1), reach)
 
+    @property
+    def ahead(self) -> bool:
+        """See ``CodecLM.ahead``; fixed shapes are computed one frame at a time."""
+        return self._captured is not None and not self._deterministic
+
+    def launch(self, slots: Sequence[int], steps: Sequence[int]) -> Callable[[], FrameStep]:
+        """See ``CodecLM.launch``."""
+        if self._captured is None:
+            return super().launch(slots, steps)
+        speeches = [self._slots[slot] for slot in slots]
+        return self._captured.launch(
+            [
+                (slot, self._text_of(speech, step), step, speech.length + step, speech.length + step + speech.delta)
+                for slot, speech, step in zip(slots, speeches, steps, strict=True)
+            ]
+        )
+
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
-        """See ``CodecLM.step``.
+        """See ``CodecLM.step``: captured frames on a GPU, else ``step_eagerly``."""
+        return self.step_eagerly(slots, steps) if self._captured is None else self.launch(slots, steps)()
+
+    def step_eagerly(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
+        """The same in plain torch, kernel by kernel.
 
         Rows between the first and the last slot that are not wanted are computed too and thrown away: gathering KV
         would cost more. They write at the last position, which is nobody's.
@@ -276,17 +314,3 @@ class Qwen3OmniTalker(CodecLM):
             return speech.text[step]
         assert speech.ended
         return self._markers.tts_eos if step == len(speech.text) else self._markers.tts_pad
-
-
-def _module(config: Any, dtype: torch.dtype, deterministic: bool, random: bool) -> Any:
-    """The module of transformers; its weights are to be filled, or are random."""
-    module = build(
-        Qwen3OmniMoeTalkerForConditionalGeneration,
-        config,
-        dtype,
-        initialise=random,
-        experts="batched_mm" if deterministic else "eager",
-    )
-    if random:
-        initialise_experts(module, config.initializer_range)
-    return module

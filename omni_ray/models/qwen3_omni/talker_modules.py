@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 
 from omni_ray.engine.slot_decoder import FrameDecoder
+from omni_ray.engine.transformers_build import build
+from omni_ray.models.qwen3_omni.weights import initialise_experts
 
 
 class FramePredictor:
@@ -58,3 +61,18 @@ class FramePredictor:
             embeds.append(embedding(codes[-1]))
             x = embeds[-1][:, None]
         return torch.stack(codes, 1), torch.stack(embeds, 1).sum(1), out
+
+
+def talker_module(config: Any, dtype: torch.dtype, deterministic: bool, random: bool, device: torch.device) -> Any:
+    """The module of transformers; its weights are to be filled, or are random."""
+    grouped = device.type == "cuda" and dtype == torch.bfloat16  # no wait for the GPU in every layer
+    module = build(
+        Qwen3OmniMoeTalkerForConditionalGeneration,
+        config,
+        dtype,
+        initialise=random,
+        experts="batched_mm" if deterministic else "grouped_mm" if grouped else "eager",
+    )
+    if random:
+        initialise_experts(module, config.initializer_range)
+    return module

@@ -54,3 +54,6 @@ class TruncatedCode2Wav:
             end = len(window) * self._samples_per_frame - self._tail
             done.append((row[start:end].copy(), Recent(window[len(window) - min(len(window), self._left) :])))
         return done
+
+    def release(self, past: Recent) -> None:
+        """Nothing is held of a request but its past."""
