@@ -62,15 +62,23 @@ class Carried:
 
     def extend(self, place: Place, new: Tensor) -> Tensor:
         """``new`` [B, channels, T, ...] with the past in front of it; what the next step needs is kept."""
-        if place.early:  # upstream has zeros there: its padding
-            new[:, :, : place.early].masked_fill_(self._first[:, None, None], 0)
         shape = (len(new), place.channels, place.keep, *new.shape[3:])
-        before = self._rows[:, place.start : place.start + place.size].view(shape)
-        whole = torch.cat([before, new], _TIME)
-        kept = self._new_frames[:, None] * place.rate + torch.arange(place.keep, device=new.device)
-        index = kept.view(len(new), 1, place.keep, *(1 for _ in new.shape[3:]))
-        self._after.append(torch.take_along_dim(whole, index, _TIME).flatten(1))
+        whole = torch.cat([self._rows[:, place.start : place.start + place.size].view(shape), new], _TIME)
+        self._keep(place, whole)
         return whole
+
+    def complete(self, place: Place, whole: Tensor) -> None:
+        """As ``extend``, in place: ``whole`` [B, channels, keep + T] has room for the past in front of what is new."""
+        before = self._rows[:, place.start : place.start + place.size]
+        whole[:, :, : place.keep] = before.view(len(whole), place.channels, place.keep)
+        self._keep(place, whole)
+
+    def _keep(self, place: Place, whole: Tensor) -> None:
+        if place.early:  # upstream has zeros there: its padding
+            whole[:, :, place.keep : place.keep + place.early].masked_fill_(self._first[:, None, None], 0)
+        kept = self._new_frames[:, None] * place.rate + torch.arange(place.keep, device=whole.device)
+        index = kept.view(len(whole), 1, place.keep, *(1 for _ in whole.shape[3:]))
+        self._after.append(torch.take_along_dim(whole, index, _TIME).flatten(1))
 
     def after(self) -> Tensor:
         """[B, size]; complete once every carrier had its turn, in the order of their places."""
@@ -94,13 +102,18 @@ class CarryingConv(nn.Module):
         """Take over a convolution without padding of its own."""
         super().__init__()
         self.conv = conv
+        self.place = place
         self._scope = scope
-        self._place = place
+
+    def complete(self, whole: Tensor) -> None:
+        """See ``Carried.complete``."""
+        assert self._scope.inputs is not None
+        self._scope.inputs.complete(self.place, whole)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, C, T] -> [B, C', T]."""
         assert self._scope.inputs is not None
-        out: Tensor = self.conv(self._scope.inputs.extend(self._place, hidden))
+        out: Tensor = self.conv(self._scope.inputs.extend(self.place, hidden))
         return out
 
 

@@ -64,8 +64,9 @@ def linear(
     }
     rest, small = x if residual is None else residual, eps or 0.0
     if m <= FEW:
-        grid = (triton.cdiv(n, how.outputs), m)
-        _one_row[grid](x, weight, rest, out, x.stride(0), n, small, K=k, BLOCK_K=triton.next_power_of_2(k), **flags)
+        _one_row[(triton.cdiv(n, how.outputs), m)](
+            x, weight, rest, out, x.stride(0), n, small, K=k, BLOCK_K=triton.next_power_of_2(k), **flags
+        )
         return
     inputs = min(how.inputs, max(16, triton.next_power_of_2(k)))
     grid = (triton.cdiv(n, how.outputs), triton.cdiv(m, how.rows))
@@ -93,7 +94,9 @@ def tiles_of(m: int, n: int, gated: bool) -> Tiles:
     """
     if m <= FEW:
         return Tiles(1, 8, 0, 4 if n > 2048 or gated else 8, 1)
-    return Tiles(64, 32, 128, 4, 4) if gated or n > 2048 else Tiles(64, 16, 128, 4, 6)
+    if gated or n > 2048:
+        return Tiles(64, 32, 128, 4, 4)
+    return Tiles(64, 16, 128, 4, 6)
 
 
 @triton.jit
@@ -129,7 +132,8 @@ def _one_row(
 @triton.jit
 def _rows(
     x, weight, residual, out, X_ROW, M, N, eps,
-    K: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    K: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

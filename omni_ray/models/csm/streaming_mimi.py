@@ -113,7 +113,7 @@ class StreamingMimi:
             row[:, : len(frames)] = frames.T
         ages = torch.tensor([past.frames for past in before], device=device)
         new_frames = torch.tensor([len(frames) for frames in codes], device=device)
-        first = torch.tensor([i for i, past in enumerate(before) if not past.frames], dtype=torch.long, device=device)
+        first = ages == 0
         inputs = Carried(torch.stack([past.inputs for past in before]), new_frames, first)
         keys_values = Carried(torch.stack([past.keys_values for past in before]), new_frames, first)
         self._scope.inputs, self._scope.keys_values = inputs, keys_values

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav, Qwen3OmniMoeSnakeBeta
+from torch import Tensor
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from omni_ray.engine.kernels.snake import FusedSnake
+from omni_ray.models.qwen3_omni.fused_code2wav import fuse
 from omni_ray.models.qwen3_omni.streaming_code2wav import Codes, Samples, StreamingCode2Wav, padded_codes
 
 FRAMES_AT_ONCE: Final = 800
@@ -98,7 +98,7 @@ class CapturedCode2Wav(StreamingCode2Wav):
             tf32: whether float32 products may round their inputs to 10 bits.
         """
         super().__init__(model)
-        _fuse_snakes(model)
+        fuse(model)
         self._tf32 = tf32
         weight = model.code_embedding.weight
         self.nobody = slots
@@ -165,10 +165,3 @@ class CapturedCode2Wav(StreamingCode2Wav):
             yield
         finally:
             torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flags
-
-
-def _fuse_snakes(parent: nn.Module) -> None:
-    for name, child in list(parent.named_modules()):
-        if isinstance(child, Qwen3OmniMoeSnakeBeta):
-            holder, _, last = name.rpartition(".")
-            parent.get_submodule(holder).register_module(last, FusedSnake(child))
