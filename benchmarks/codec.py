@@ -12,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from frame import context
+from frame import context, published
+from transformers import Qwen3OmniMoeConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_ray.models.qwen3_omni.captured_code2wav import CapturedCode2Wav
 from omni_ray.models.qwen3_omni.code2wav import Qwen3OmniCode2Wav
+from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.pipeline import CODE2WAV
 
@@ -35,6 +38,36 @@ def load(dtype: str, rows: int) -> CapturedCode2Wav:
 def codes(rows: int, frames: int, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
     return [random.integers(0, 2048, (frames, 16)) for _ in range(rows)]
+
+
+def apart() -> dict[str, float]:
+    """Each arithmetic's difference from transformers' one call in float32, of the sound's root mean square.
+
+    The random model's last convolution is scaled so that its sound is neither silent nor clamped.
+    """
+    config = Qwen3OmniMoeConfig.from_pretrained(published()).code2wav_config
+    with torch.device("cuda"), torch.inference_mode():
+        torch.manual_seed(0)
+        upstream = build(Qwen3OmniMoeCode2Wav, config, torch.float32, initialise=True).requires_grad_(False)
+        given = codes(1, 100, 5)[0]
+        whole = torch.from_numpy(given.T.copy()).cuda()[None]
+        torch.backends.cudnn.allow_tf32 = False
+        last = upstream.decoder[-1].conv
+        last.weight.mul_(2.0**-10)
+        last.weight.mul_(0.1 / upstream(whole).std())
+        expected = upstream(whole)[0, 0].cpu().numpy()
+        found = {}
+        for name in ARITHMETICS:
+            dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+            model = build(Qwen3OmniMoeCode2Wav, config, dtype, initialise=False).requires_grad_(False)
+            model.load_state_dict(upstream.state_dict())
+            decoder, past, made = CapturedCode2Wav(model, 1, 1, (25,), name == "tf32"), None, []
+            decoder.capture([(1, 25)])
+            for start in range(0, 100, 25):
+                ((samples, past),) = decoder.step([past], [given[start : start + 25]])
+                made.append(samples)
+            found[name] = float((np.concatenate(made) - expected).std() / expected.std())
+    return found
 
 
 def time_steps(decoder: CapturedCode2Wav, rows: int, frames: int, steps: int = 12) -> tuple[float, float]:
@@ -65,7 +98,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     args = parser.parse_args()
-    result: dict = {}
+    result: dict = {"apart": apart()}
+    print("difference from one call in float32, of the sound's rms:", result["apart"], flush=True)
     for dtype in ARITHMETICS:
         began = time.perf_counter()
         decoder = load(dtype, max(args.rows))

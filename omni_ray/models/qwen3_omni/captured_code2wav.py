@@ -36,11 +36,11 @@ class _Batch:
         self._owner = owner
         self.rows, self.frames = rows, frames
         width = owner.codebooks * frames + 3
-        self.given = torch.zeros(rows, width, dtype=torch.int64).pin_memory()
+        self.given = torch.zeros(rows, width, dtype=torch.int64, device="cpu").pin_memory()
         self._given = torch.zeros(rows, width, dtype=torch.int64, device="cuda")
         self._given[:, 0] = owner.nobody
         self._sound: Tensor = torch.empty(0)
-        self.sound = torch.empty(rows, frames * owner.samples_per_frame).pin_memory()
+        self.sound = torch.empty(rows, frames * owner.samples_per_frame, device="cpu").pin_memory()
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, stream: torch.cuda.Stream, pool: Any) -> None:
