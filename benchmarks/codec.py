@@ -16,9 +16,9 @@ from frame import context, published
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from omni_ray.engine.transformers_build import build
 from omni_ray.models.qwen3_omni.captured_code2wav import CapturedCode2Wav
 from omni_ray.models.qwen3_omni.code2wav import Qwen3OmniCode2Wav
-from omni_ray.models.qwen3_omni.compat import build
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.pipeline import CODE2WAV
 

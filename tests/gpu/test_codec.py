@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from omni_ray.models.qwen3_omni.compat import build
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from omni_ray.engine.transformers_build import build
 from omni_ray.models.qwen3_omni.captured_code2wav import CapturedCode2Wav
 
 LENGTHS = (91, 40, 133)
