@@ -78,7 +78,10 @@ class _Batch:
 
 
 class CapturedCode2Wav(StreamingCode2Wav):
-    """``StreamingCode2Wav`` whose steps are graphs; one thread calls it. ``release`` each past that is over."""
+    """``StreamingCode2Wav`` whose steps are graphs; one thread calls it. ``release`` each past that is over.
+
+    The modules are transformers' ``Qwen3OmniMoeCode2Wav``, with those of ``carrying`` and ``fused_code2wav`` in them.
+    """
 
     def __init__(
         self,
