@@ -35,7 +35,7 @@ def test_a_chat_is_answered_and_its_text_is_spoken(app: Served):
         assert answer.status_code == 200, answer.text
         audio = answer.json()["choices"][0]["message"]["audio"]
         assert audio["transcript"].strip()
-        speech = {"model": "cascade", "input": audio["transcript"].strip(), "voice": "3", "seed": 7}
+        speech = {"model": "cascade", "input": audio["transcript"].strip(), "voice": "3", "seed": 7, "stream": False}
         spoken = client.post("/v1/audio/speech", json={**speech, "response_format": "pcm"})
         assert spoken.status_code == 200, spoken.text
         assert base64.b64decode(audio["data"]) == spoken.content
