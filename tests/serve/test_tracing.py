@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -129,29 +129,34 @@ async def test_a_client_that_is_not_sampled_is_not_traced(serving: Serving, coll
 async def test_log_lines_are_json_with_our_ids_and_nothing_that_was_said(serving: Serving) -> None:
     """Every line of a replica names stage and pipeline; lines about a request its id; none holds the text."""
     app = serving("ramp", CONFIG)
-    failed = await ask(app, chat(f"{SECRET} two", ramp={"code2wav": {"fail_at": 1}}))
+    failed = await ask(app, chat(f"{SECRET} two", ramp={"code2wav": {"fail_at": 1}}), **{"x-request-id": "log-test"})
     assert "error" in failed
-    lines = await asyncio.to_thread(log_lines, app, "code2wav failed")
+
+    def of_this_request(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Its last line, by the client's id; and the line of the stage that failed, by ours."""
+        ended = [line for line in lines if line.get("client_id") == "log-test"]
+        failures = [line for line in lines if line["message"].startswith("stage code2wav failed")]
+        return ended, [f for f in failures for e in ended if f["request_id"] == e["request_id"]]
+
+    lines = await asyncio.to_thread(log_lines, app, lambda lines: all(of_this_request(lines)))
     assert {line["pipeline"] for line in lines if "pipeline" in line} == {"ramp"}
     assert {line["stage"] for line in lines if "stage" in line} == {"ingress", *app.stages()}
-    (failure,) = [line for line in lines if line["message"].startswith("stage code2wav failed")][-1:]
-    ended = [line for line in lines if line["message"].startswith("request ") and "outcome" in line]
-    assert ended[-1]["request_id"] == failure["request_id"]
-    assert (failure["stage"], ended[-1]["stage"]) == ("code2wav", "ingress")
-    assert (ended[-1]["path"], ended[-1]["status"]) == ("/v1/chat/completions", 200)
+    (ended,), (failure,) = of_this_request(lines)
+    assert (failure["stage"], ended["stage"]) == ("code2wav", "ingress")
+    assert (ended["path"], ended["status"]) == ("/v1/chat/completions", 200)
     assert SECRET not in json.dumps(lines)
 
 
 async def test_content_is_logged_where_asked(serving: Serving) -> None:
     app = serving("ramp", {"observe": {"log_content": True}, "ingress": {"deployment": LOGS}})
     await ask(app, chat(f"{SECRET} three"))
-    lines = await asyncio.to_thread(log_lines, app, "content of request")
+    lines = await asyncio.to_thread(log_lines, app, lambda lines: any("content" in line for line in lines))
     (line,) = [line for line in lines if line["message"].startswith("content of request")]
     assert line["content"] == [{"role": "user", "text": f"{SECRET} three"}]
 
 
-def log_lines(app: Served, wanted: str) -> list[dict[str, Any]]:
-    """All lines of the application's replicas, once one of them says ``wanted``; Serve writes them a little later."""
+def log_lines(app: Served, complete: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    """All lines of the application's replicas, once they are ``complete``; Serve writes them a little later."""
     import ray
 
     folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
@@ -160,7 +165,7 @@ def log_lines(app: Served, wanted: str) -> list[dict[str, Any]]:
     def read() -> bool:
         texts = [path.read_text() for path in folder.glob(f"replica_{app.name}_*.log")]
         lines[:] = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
-        return any(wanted in line["message"] for line in lines)
+        return complete(lines)
 
     wait_until(read, 20)
     return lines
