@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from omni_ray.errors import ConfigError
 from omni_ray.registry import import_dotted
 from omni_ray.serve.builder import bind
 from omni_ray.serve.cluster import check_fits, join, live_nodes
@@ -30,7 +32,7 @@ def serve_here(
         The exit code.
 
     Raises:
-        ConfigError: before anything starts, if the configuration is wrong or the cluster too small.
+        ConfigError: before anything starts, if the configuration is wrong, the cluster too small, or its route taken.
     """
     app = resolve(name, app_args(given))
     if app.pipeline.prepare and not any(spec.model for spec in app.stages):
@@ -52,7 +54,10 @@ def serve_here(
         location = "HeadOnly" if address is None else "EveryNode"
         serve.start(proxy_location=location, http_options={"host": host, "port": port})
         target = serve.RunTarget(bind(app), name=app.pipeline.name, route_prefix="/")
-        serve.run_many([target], wait_for_applications_running=False)
+        try:
+            serve.run_many([target], wait_for_applications_running=False)
+        except RayServeException as error:  # another application of that cluster has the route
+            raise ConfigError([str(error)]) from error
         started = True
         if (listens := http_port()) != port:
             print(f"Serve on that cluster answers on port {listens} already, not {port}", file=sys.stderr, flush=True)
