@@ -20,6 +20,7 @@ import torch
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.ar_row import Advance, Mail, News, Row, Steps, Waiting
 from omni_ray.engine.ar_selftest import self_test
+from omni_ray.engine.batches import BatchLengthError, check_length
 from omni_ray.engine.types import Finish
 from omni_ray.errors import EngineDiedError, StageFailedError
 
@@ -238,6 +239,11 @@ class DecodeLoop:
             return
         try:
             results = self._steps.step(rows)
+            check_length("a step", len(rows), len(results))
+        except BatchLengthError as error:
+            for row in rows:
+                self._leave(row, BatchLengthError(f"stage {self._name}: {error}"))
+            return
         except Exception as error:
             if len(rows) == 1:
                 self._leave(rows[0], error)
@@ -249,7 +255,8 @@ class DecodeLoop:
             self._alone(row, self._advance, row, own)
 
     def _step_alone(self, row: Row) -> None:
-        self._advance(row, self._steps.step([row])[0])
+        (result,) = self._steps.step([row])
+        self._advance(row, result)
 
     def _advance(self, row: Row, result: Any) -> None:
         self._take(row, self._steps.advance(row, result))

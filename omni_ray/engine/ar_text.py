@@ -9,6 +9,7 @@ from torch import Tensor
 
 from omni_ray.engine.ar_model import ARModel
 from omni_ray.engine.ar_row import Advance, Row, Steps
+from omni_ray.engine.batches import check_length
 from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
 from omni_ray.engine.text_answer import TextAnswer
 from omni_ray.engine.types import PromptChunk, Usage
@@ -99,6 +100,7 @@ class TextSteps(Steps):
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> list[Drawn]:
         """Tokens from float32 logits [rows, vocabulary], for all rows at once: see ``sampler``."""
+        check_length("the logits of a step", len(rows), len(logits))
         states: list[TextState] = [row.state for row in rows]
         if any(state.seen is not None for state in states):
             logits = torch.stack(

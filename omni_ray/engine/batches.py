@@ -21,6 +21,12 @@ class BatchLengthError(StageFailedError):
     """A batch gave another number of outputs than it has items: whose is whose can not be told, so none is used."""
 
 
+def check_length(what: str, items: int, outputs: int) -> None:
+    """``BatchLengthError`` unless there is one output for each item (C01: never handed on, never broadcast)."""
+    if outputs != items:
+        raise BatchLengthError(f"{what} of {items} gave {outputs} outputs")
+
+
 @dataclass(slots=True)
 class _Work(Generic[Item, Result]):
     item: Item
@@ -147,8 +153,7 @@ class Batches(Generic[Item, Result]):
         """One step, in the thread; what failed comes back as the exception to raise in its own request."""
         try:
             outputs = self._compute(items)
-            if len(outputs) != len(items):
-                raise BatchLengthError(f"a batch of {len(items)} gave {len(outputs)} outputs")
+            check_length("a batch", len(items), len(outputs))
         except BatchLengthError as error:
             return [StageFailedError(f"stage {self._stage}: {error}") for _ in items]
         except Exception as error:

@@ -17,6 +17,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine, ARModel
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.base import EngineContext
+from omni_ray.engine.batches import BatchLengthError
 from omni_ray.engine.detokenizer import Detokenizer
 from omni_ray.engine.noise import gumbel
 from omni_ray.engine.options import AROptions
@@ -662,3 +663,23 @@ async def test_hung_is_unhealthy_busy_and_idle_are_not(start: Any) -> None:
     await engine.check_health()
     await asyncio.sleep(0.25)
     await engine.check_health()
+
+
+class Broadcasting(Toy):
+    """In company it gives the logits of its first row only, which every row's noise could be added to."""
+
+    def step(self, slots: Sequence[int], last_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        return super().step(slots, last_ids, positions)[:1]
+
+
+async def test_logits_of_one_row_are_never_broadcast(start: Any) -> None:
+    """C01: the rows of that step fail, all of them, and the engine goes on."""
+    engine = await start(model=Broadcasting)
+    Toy.latest.gate = threading.Semaphore(0)
+    together = [asyncio.create_task(collect(run(engine, Ask(ids(answer))))) for answer in ("abcd", "wxyz")]
+    await settled(lambda: Toy.latest.encodings == 2)
+    await asyncio.sleep(0.05)
+    Toy.latest.gate.release(10**6)
+    outcomes = await asyncio.gather(*together, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [BatchLengthError, BatchLengthError]
+    assert (await collect(run(engine, Ask(ids("alone")))))[0] == "alone"
