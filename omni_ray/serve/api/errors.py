@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse
 
 from omni_ray.errors import AuthenticationError, ConfigError, InvalidRequestError, OmniRayError, SaturatedError
 
-log = logging.getLogger("omni_ray.ingress")
+log = logging.getLogger("ray.serve.omni_ray")
+"""Below Ray Serve's own logger, which alone writes into a replica's log."""
 
 
 def error_body(error: OmniRayError) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from api_fakes import FULL, FakeDispatcher, app_of, audio, b64, text, transcript
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-RUNS = int(os.environ.get("FUZZ", "300"))
+RUNS = int(os.environ.get("FUZZ", "150"))
 fuzz = settings(max_examples=RUNS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 CHAT = "/v1/chat/completions"

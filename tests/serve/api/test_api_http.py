@@ -181,7 +181,7 @@ async def test_unexpected_errors_name_only_the_request(caplog: pytest.LogCapture
 
 async def test_one_log_line_without_the_text(caplog: pytest.LogCaptureFixture) -> None:
     async with client_of(FakeDispatcher(script=audio(24_000))) as client:
-        with caplog.at_level(logging.INFO, "omni_ray.ingress"):
+        with caplog.at_level(logging.INFO, "ray.serve.omni_ray"):
             await client.post(SPEECH, json=SP, headers={"x-request-id": "mine"})
             await client.get("/private%20path")
     assert len(caplog.messages) == 2
@@ -291,7 +291,7 @@ async def test_a_client_that_leaves_while_it_sends(path: str, caplog: pytest.Log
     wire = Wire(fake, path, {}, b"multipart/form-data; boundary=b" if "transcr" in path else b"application/json")
     wire.unfinished = True
     wire.left.set()
-    with caplog.at_level(logging.INFO, "omni_ray.ingress"):
+    with caplog.at_level(logging.INFO, "ray.serve.omni_ray"):
         await asyncio.wait_for(wire.task, 1)
     assert wire.sent == []
     assert "outcome=disconnected" in caplog.messages[-1]
@@ -301,7 +301,7 @@ async def test_a_send_to_a_closed_socket_is_a_client_that_left(caplog: pytest.Lo
     fake = FakeDispatcher(script=[*text("one"), *audio(480, 480)])
     wire = Wire(fake, SPEECH, SP)
     wire.closed = True
-    with caplog.at_level(logging.INFO, "omni_ray.ingress"):
+    with caplog.at_level(logging.INFO, "ray.serve.omni_ray"):
         await asyncio.wait_for(wire.task, 1)
     assert fake.open == 0
     assert [r.levelname for r in caplog.records] == ["INFO"]

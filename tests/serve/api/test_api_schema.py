@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-RUNS = int(os.environ.get("FUZZ", "20"))
+RUNS = int(os.environ.get("FUZZ", "15"))
 FAKE = FakeDispatcher(FULL, [*transcript("x"), *text("one"), *audio(480)])
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", app_of(FAKE, "k"))
 CHECKS = [

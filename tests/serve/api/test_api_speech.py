@@ -287,7 +287,7 @@ async def test_nothing_speakable_is_a_short_silent_file(text: str, format: str) 
 
 async def test_overshoot_is_clipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeDispatcher(script=audio(20_011, scale=5))
-    with caplog.at_level("INFO", "omni_ray.ingress"):
+    with caplog.at_level("INFO", "ray.serve.omni_ray"):
         response = await post(fake, SP)
     samples = np.frombuffer(response.content, "<i2")
     assert samples.min() == -32767
