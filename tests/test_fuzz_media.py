@@ -25,7 +25,7 @@ from omni_ray.audio import decode_audio, decode_base64
 from omni_ray.errors import InvalidRequestError
 from omni_ray.image import decode_image
 
-RUNS = int(os.environ.get("FUZZ", "150"))
+RUNS = int(os.environ.get("FUZZ", "120"))
 MAX_SECONDS = 2.0
 MAX_PIXELS = 10_000
 CPU_S = 2.0
