@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -82,22 +83,42 @@ def answers(url: str, pipeline: str = "ramp") -> bool:
     return response.status_code == 200 and right
 
 
+@dataclass
+class Command:
+    """A command that runs, and the file of its output: a pipe that nobody reads would stop it once it is full."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def said(self, words: str, seconds: float = 120) -> str:
+        """The line with ``words``, once it is there."""
+
+        def lines() -> list[str]:
+            return [line for line in self.output.read_text(errors="replace").splitlines() if words in line]
+
+        wait_until(lambda: bool(lines()) or self.process.poll() is not None, seconds)
+        assert lines(), self.output.read_text(errors="replace")[-3000:]
+        return lines()[0]
+
+
 @contextmanager
-def in_background(*words: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [str(BIN / words[0]), *words[1:]],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+def in_background(*words: str, env: dict[str, str]) -> Iterator[Command]:
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "output"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [str(BIN / words[0]), *words[1:]], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
+            )
+        try:
+            yield Command(process, output)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()  # left behind it would take a core for the rest of the session
+                    raise
 
 
 @pytest.mark.parametrize("pipeline", ["ramp", pytest.param("voice_chat", marks=pytest.mark.weights)])
@@ -158,12 +179,8 @@ def test_serve_run(head: dict[str, str]) -> None:
     assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
     words = ["serve", "run", "--name", "run", "--route-prefix", "/run"]
     words += ["graphs:ramp", "deploy_config=deploy_configs/ramp.yaml"]
-    with in_background(*words, env=head) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "is ready at" in line:
-                url = line.split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
-                break
+    with in_background(*words, env=head) as command:
+        url = command.said("is ready at").split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
         wait_until(lambda: answers(url), 30)
 
 
@@ -181,9 +198,8 @@ def test_a_busy_cluster(head: dict[str, str]) -> None:
     run("serve", "start", "--http-port", str(HTTP_PORT), env=head)
     asked = str(free_port())
     words = ["serve", "run", "--name", "ramp", "--route-prefix", "/busy", "graphs:ramp", hog]
-    with in_background(*words, env=head) as process:
-        assert process.stdout is not None
-        assert any("is ready at" in line for line in process.stdout)
+    with in_background(*words, env=head) as command:
+        command.said("is ready at")
         own = run("omni-ray", "plan", "ramp", hog, env=head)
         assert "the application runs there already: RUNNING" in own
         plan = [str(BIN / "omni-ray"), "plan", "voice_chat", f"deploy_config={large}"]
@@ -212,15 +228,15 @@ def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
     env.pop("RAY_ADDRESS", None)
     config = '{"stages": {"talker": {"engine": {"pace_ms": 40}}}, "ingress": {"grace_s": 30}}'
     words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port)]
-    with in_background(*words, env=env) as process, ThreadPoolExecutor(1) as pool:
+    with in_background(*words, env=env) as command, ThreadPoolExecutor(1) as pool:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 90)
         stream = pool.submit(httpx.post, f"http://127.0.0.1:{port}/v1/audio/speech", json=speech(text), timeout=60)
         time.sleep(1)
         assert not stream.done()
-        process.send_signal(signal.SIGTERM)
+        command.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
         assert stream.result().content == oracle.pcm(text)
-        assert process.wait(40) == 0
+        assert command.process.wait(40) == 0
         assert time.monotonic() - started < 40
 
 
