@@ -250,4 +250,4 @@ def test_too_small_a_cluster_is_said_before_anything_starts() -> None:
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "talker needs 1 GPU" in done.stderr
+    assert "talker needs 0.1 CPU + 1 GPU" in done.stderr
