@@ -68,6 +68,9 @@ class LocalDispatcher:
                 if isinstance(received.event, OutputEvent):
                     yield received.event
 
+    def request_ended(self, route: str, outcome: str, seconds: float) -> None:
+        """Nothing is counted here."""
+
     async def readiness(self) -> Readiness:
         return Readiness(True, {})
 

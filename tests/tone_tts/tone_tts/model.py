@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.per_request import PerRequestModel
+from omni_ray.engine.resume import Resume
 from omni_ray.engine.threads import Threads
 from omni_ray.engine.types import AudioChunk, Finish, Output, Request, Usage
 from tone_tts.extras import Tone
@@ -28,7 +29,11 @@ class ToneTalker(PerRequestModel):
         """Nothing to load."""
 
     async def generate(
-        self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], threads: Threads
+        self,
+        request: Request,
+        inputs: Mapping[str, AsyncGenerator[Any, None]],
+        threads: Threads,
+        resume: Resume | None = None,
     ) -> AsyncGenerator[Output, None]:
         """See ``PerRequestModel.generate``."""
         wanted = request.extras.get("tone", Tone())
