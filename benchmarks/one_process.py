@@ -18,6 +18,7 @@ from omni_ray.serve.api.app import make_app
 from omni_ray.serve.dispatcher import Readiness
 from omni_ray.serve.events import Envelope, Opened, OutputEvent
 from omni_ray.serve.latents import store_clips
+from omni_ray.serve.meters import EdgeMeters, Labels
 from omni_ray.serve.planner import Plan, make_plan
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.stage_client import Received
@@ -30,14 +31,15 @@ class LocalClient:
     def __init__(self, parts: StageParts) -> None:
         self.stage = parts.stage.name
         self._parts = parts
+        self._edge = EdgeMeters(Labels("one_process", "ramp", "local", "local"), self.stage)
 
-    async def stream(self, envelope: Envelope) -> AsyncGenerator[Received, None]:
+    async def stream(self, envelope: Envelope, trace: object = None) -> AsyncGenerator[Received, None]:
         run = StageRun(self._parts, envelope, None)
         task = asyncio.create_task(run.go())
         try:
             async for batch in run.outbox.batches():
                 for event in batch:
-                    yield Received(event, None)
+                    yield Received(event, None, self._edge)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
