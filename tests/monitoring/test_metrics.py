@@ -54,7 +54,7 @@ def total(samples: dict[str, list[Sample]], app: Served, name: str, series: str 
 
 
 async def scraped_when(
-    app: Served, wanted: dict[str, tuple[dict[str, str], float]], seconds: float = 40
+    app: Served, wanted: dict[str, tuple[dict[str, str], float]], seconds: float = 90
 ) -> dict[str, list[Sample]]:
     """Ray's endpoint is some seconds behind: wait until each metric, with its labels, sums up to the value."""
     deadline = time.monotonic() + seconds
