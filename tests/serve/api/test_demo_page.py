@@ -218,6 +218,7 @@ def test_what_the_microphone_hears_is_the_question(browser: Any) -> None:
 @pytest.mark.parametrize("page", [{"viewport": {"width": 320, "height": 640}, "color_scheme": "dark"}], indirect=True)
 def test_fits_a_phone_and_keyboard(page: Any) -> None:
     """No sideways scrolling at 320 px; every control has a name, is reached by Tab and large enough for a finger."""
+    page.get_by_label("Voice").wait_for()  # it appears when the voices have been fetched
     assert page.evaluate("document.documentElement.scrollWidth") == 320
     controls = page.locator("button:visible, select:visible, textarea:visible, input:visible")
     for index in range(controls.count()):
