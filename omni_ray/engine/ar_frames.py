@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omni_ray.engine.ar_model import CodecLM, FrameStep
 from omni_ray.engine.ar_row import Advance, Row, Steps
+from omni_ray.engine.batches import check_length
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.types import CodeFrameChunk, Usage
 from omni_ray.errors import StageFailedError
@@ -100,7 +101,10 @@ class FrameSteps(Steps):
         before, self._flying = self._flying, flying
         self._landed = {row: result for row, result in self._landed.items() if row.slot >= 0}
         if before is not None:
-            self._landed.update(zip(before.rows, _results(before.land()), strict=True))
+            done = before.land()
+            if any(row.slot >= 0 for row in before.rows):  # else it is nobody's any more, whatever it is
+                check_length("a step", len(before.rows), len(done.frames))
+                self._landed.update(zip(before.rows, _results(done), strict=True))
         return [self._landed.pop(row, None) for row in rows]
 
     def _begun(self, row: Row) -> int:

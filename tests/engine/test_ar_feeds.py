@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -583,18 +583,31 @@ class TestResume:
         assert not Toy.latest.batches
 
 
+def one_short(made: FrameStep) -> FrameStep:
+    """In company one frame too few: whose is missing, nobody can tell."""
+    keep = max(1, len(made.frames) - 1)
+    return FrameStep(made.frames[:keep], made.ended[:keep], made.finite[:keep], made.evidence[:keep])
+
+
 class Short(Toy):
-    """In company it gives one frame too few: whose is missing, nobody can tell."""
-
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
-        made = super().step(slots, steps)
-        keep = max(1, len(slots) - 1)
-        return FrameStep(made.frames[:keep], made.ended[:keep], made.finite[:keep], made.evidence[:keep])
+        return one_short(super().step(slots, steps))
 
 
-async def test_a_wrong_number_of_frames_is_never_handed_out(start: Any) -> None:
+class ShortAhead(Toy):
+    """The same, read one step late."""
+
+    ahead = True
+
+    def launch(self, slots: Sequence[int], steps: Sequence[int]) -> Callable[[], FrameStep]:
+        made = one_short(self.step(slots, steps))
+        return lambda: made
+
+
+@pytest.mark.parametrize("model", [Short, ShortAhead])
+async def test_a_wrong_number_of_frames_is_never_handed_out(start: Any, model: type[Toy]) -> None:
     """C01: the rows of that step fail, all of them, and the engine goes on; a short list once stopped it for good."""
-    engine = await start(model=Short)
+    engine = await start(model=model)
     toy: Any = Toy.latest
     toy.gate = threading.Semaphore(0)
     together = [asyncio.create_task(collect(run(engine, source(Ask(frames=3), [n, n, n, n])))) for n in (1, 2)]

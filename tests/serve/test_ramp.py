@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import contextlib
 import io
 import itertools
-import json
+import random
 from typing import Any
 
 import httpx
@@ -12,7 +13,8 @@ import pytest
 import soundfile
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import Served, Serving
+from tests.conftest import Served, Serving, wait_until
+from tests.serve.crowd import CHAT, SPEECH, Client, heard, make_clients, parse_sse
 
 TEXT = "one two three four"
 
@@ -32,26 +34,6 @@ def chat(text: str = TEXT, **more: Any) -> dict[str, Any]:
     }
 
 
-def parse_sse(body: str) -> list[dict[str, Any]]:
-    """The JSON objects of an OpenAI stream; it ends with exactly one ``[DONE]``."""
-    lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
-    assert lines.count("[DONE]") == 1
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def heard(chunks: list[dict[str, Any]]) -> tuple[bytes, str]:
-    """PCM and text of a chat stream."""
-    pcm, text = b"", ""
-    for chunk in chunks:
-        assert "error" not in chunk, chunk
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            text += delta.get("content") or ""
-            pcm += base64.b64decode((delta.get("audio") or {}).get("data") or "")
-    return pcm, text
-
-
 async def ask_speech(client: httpx.AsyncClient, text: str, **more: Any) -> bytes:
     response = await client.post("/v1/audio/speech", json=speech(text, **more))
     assert response.status_code == 200, response.text
@@ -65,25 +47,75 @@ async def ask_chat(client: httpx.AsyncClient, text: str, **more: Any) -> tuple[b
 
 
 def config(chunk: int, replicas: int, width: int = 3) -> dict[str, Any]:
-    stages = {name: {"deployment": {"num_replicas": replicas}} for name in ("thinker", "talker", "code2wav")}
-    stages["code2wav"]["engine"] = {"chunk_frames": [chunk]}
-    stages["thinker"]["engine"] = {"latent_width": width}
-    return {"stages": stages}
+    deployment, engine = {"num_replicas": replicas}, {"allow_request_faults": True}
+    return {
+        "stages": {
+            "thinker": {"deployment": deployment, "engine": {**engine, "latent_width": width}},
+            "talker": {"deployment": deployment, "engine": engine},
+            "code2wav": {"deployment": deployment, "engine": {**engine, "chunk_frames": [chunk]}},
+        }
+    }
 
 
-@pytest.mark.parametrize(("chunk", "replicas"), [(chunk, replicas) for chunk in (1, 4, 25) for replicas in (1, 2)])
+@pytest.mark.parametrize(("chunk", "replicas"), [(1, 2), (4, 2), (25, 1)])
 async def test_stream_equals_oracle(serving: Serving, chunk: int, replicas: int) -> None:
-    """PCM byte for byte at 1 and 16 concurrent requests; every sample carries its own request's tag (C01, C02)."""
+    """PCM byte for byte alone, and for 32 clients at once whose every sample must be their own (C01-C03, C38).
+
+    Beside them others are refused, fail, or hang up, and nobody notices (C04, C05, C11, C12, C45, C46).
+    """
     app = serving("ramp", config(chunk, replicas))
-    async with app.async_client() as client:
-        assert await ask_speech(client, TEXT) == oracle.pcm(TEXT)
-        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
-        texts = [f"request {k} " + "word " * (k % 7 + 1) for k in range(16)]
-        answers = await asyncio.gather(*(ask_speech(client, t, voice="abcdefgh"[k % 8]) for k, t in enumerate(texts)))
-        for k, (text, pcm) in enumerate(zip(texts, answers, strict=True)):
-            assert pcm == oracle.pcm(text, "abcdefgh"[k % 8]), f"request {k} was answered with somebody else's samples"
-        spoken = await asyncio.gather(*(ask_chat(client, t.strip()) for t in texts))
-        assert spoken == [(oracle.pcm(t.strip()), t.strip()) for t in texts]
+    clients, rng = make_clients(32, random.Random(chunk)), random.Random(replicas)
+    before, slow = app.replicas(), {"talker": {"delay_ms": 4}}
+    started = {stage: {s.replica: s.started for s in app.states(stage)} for stage in before}
+    async with app.async_client() as http:
+        assert await ask_speech(http, TEXT) == oracle.pcm(TEXT)
+        assert await ask_chat(http, TEXT) == (oracle.pcm(TEXT), TEXT)
+
+        async def ask(client: Client) -> None:
+            await asyncio.sleep(rng.uniform(0, 0.6))
+            client.check(await http.post(client.way[0], json=client.request(**slow)), clients)
+
+        async def leave(client: Client) -> None:
+            await asyncio.sleep(rng.uniform(0, 0.6))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rng.uniform(0, 0.3)):
+                    await http.post(client.way[0], json=client.request(**slow))
+
+        async def fail(url: str, body: dict[str, Any], status: int, param: str | None) -> None:
+            await asyncio.sleep(rng.uniform(0, 0.6))
+            answer = await http.post(url, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+        await asyncio.gather(
+            *map(ask, clients), *map(leave, make_clients(16, random.Random(9))), *(fail(*wrong) for wrong in WRONG)
+        )
+        unseeded = [await ask_speech(http, TEXT, ramp={"noise": True}) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+    assert app.replicas() == before
+    if replicas == 2:
+        for stage, counts in started.items():
+            assert all(s.started > counts[s.replica] for s in app.states(stage)), f"one {stage} alone did all the work"
+    wait_until(lambda: not any(app.ongoing().values()), 3)
+
+
+NO_SOUND = {"data": "UklGRiQAAABXQVZFZm10IBAAAAABAAEAgD4AAAB9AAACABAAZGF0YQAAAAA=", "format": "wav"}
+WRONG: list[tuple[str, dict[str, Any], int, str | None]] = [
+    (SPEECH, speech(voice="zz"), 400, "voice"),
+    (SPEECH, speech(voice=""), 400, "voice"),
+    (SPEECH, speech(seed=-1), 400, "seed"),
+    (SPEECH, speech(seed=2**63), 400, "seed"),
+    (CHAT, chat(audio={"voice": "a", "format": "aac"}), 400, "audio.format"),
+    (CHAT, chat(audio={"voice": "a", "format": "flac"}), 400, "audio.format"),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": NO_SOUND}]}]),
+        400,
+        "messages",
+    ),
+    (CHAT, chat(stream=False, ramp={"code2wav": {"fail_at": 0}}), 500, None),
+    (CHAT, chat(stream=False, ramp={"talker": {"fail_at": 3}}), 500, None),
+]
+"""Requests that are refused or fail, and the field that is named."""
 
 
 async def test_buffered_answer_is_the_collected_stream(serving: Serving) -> None:
