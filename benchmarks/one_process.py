@@ -1,4 +1,4 @@
-"""``ramp``'s stages chained in one process behind the same HTTP app: the baseline of ``overhead.py``.
+"""A pipeline's stages chained in one process: ``ramp``'s are the baseline of ``overhead.py``.
 
 The engines, processors and stage runs are the ones that Ray Serve runs; only the handles between them are missing.
 """
@@ -21,6 +21,7 @@ from omni_ray.serve.latents import store_clips
 from omni_ray.serve.meters import EdgeMeters, Labels
 from omni_ray.serve.planner import Plan, make_plan
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
+from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import Received
 from omni_ray.serve.stage_run import StageParts, StageRun
 
@@ -77,19 +78,29 @@ class LocalDispatcher:
         return Readiness(True, {})
 
 
-async def start(app: ResolvedApp) -> LocalDispatcher:
+async def start_engine(app: ResolvedApp, spec: StageSpec) -> Engine:
+    """The engine of one stage, as its replica would start it."""
+    stage = app.pipeline.stage(spec.stage)
+    model = spec.model
+    if model is None and (prepare := stage.prepare or app.pipeline.prepare) is not None:
+        model = str(await asyncio.to_thread(import_dotted(prepare), print))
+    model_cls = OmniModelRegistry.load(spec.model_arch)
+    engine: Engine = import_dotted(spec.engine_path)(
+        EngineContext(stage, model, model_cls, spec.engine_options, spec.load_format)
+    )
+    await engine.start()
+    return engine
+
+
+def chain(app: ResolvedApp, engines: Mapping[str, Engine]) -> LocalDispatcher:
+    """The stages over started engines, by stage."""
     clients: dict[str, LocalClient] = {}
     for spec in app.stages:
         stage = app.pipeline.stage(spec.stage)
-        model_cls = OmniModelRegistry.load(stage.model_arch)
-        engine: Engine = import_dotted(spec.engine_path)(
-            EngineContext(stage=stage, model=spec.model, model_cls=model_cls, options=spec.engine_options)
-        )
-        await engine.start()
         versions = {c.name: e.schema_version for c in app.pipeline.stages for e in c.inputs if e.source == stage.name}
         parts = StageParts(
             stage=stage,
-            engine=engine,
+            engine=engines[stage.name],
             clients={name: clients[name] for name in app.calls(stage.name)},
             processors={edge.processor: import_dotted(edge.processor) for edge in stage.inputs},
             streaming=spec.streaming,
@@ -99,6 +110,10 @@ async def start(app: ResolvedApp) -> LocalDispatcher:
         )
         clients[stage.name] = LocalClient(parts)
     return LocalDispatcher(app, clients)
+
+
+async def start(app: ResolvedApp) -> LocalDispatcher:
+    return chain(app, {spec.stage: await start_engine(app, spec) for spec in app.stages})
 
 
 async def main(port: int, config: str) -> None:

@@ -119,6 +119,7 @@ def _composed(parts: Mapping[str, _Part]) -> PipelineConfig:
         description="a listener, a thinker and a talker of other pipelines: "
         + ", ".join(f"{role} of {part.pipeline.name}" for role, part in parts.items()),
         stages=tuple(stages),
+        untried="its parts are run as stages of their own pipelines",
         voices=voice.voices if voice else Voices(),
         speech_speed=voice.speech_speed if voice else (1.0, 1.0),
         languages=ear.languages,

@@ -169,6 +169,8 @@ class PipelineConfig(StrictModel):
             packages when no ``model`` is given; None if a model must be given or none is needed.
         checkpoints: kinds of checkpoint that can be made (``tiny``, ``dummy``); for each the dotted path of a
             function ``(out: Path) -> None``.
+        untried: why the tests that every pipeline must pass run nothing of this one; None if its tiny checkpoint, its
+            prepared weights, or none at all are enough to run it.
         voices: what ``/v1/audio/voices`` lists.
         speech_speed: slowest and fastest ``speed`` that the models honour.
         languages: ISO 639-1 codes, lower case, that a request's ``language`` may be; empty is any.
@@ -188,6 +190,7 @@ class PipelineConfig(StrictModel):
     checkpoint_basenames: tuple[str, ...] = ()
     prepare: str | None = None
     checkpoints: dict[str, str] = Field(default_factory=dict)
+    untried: str | None = Field(default=None, min_length=1)
     voices: Voices = Voices()
     speech_speed: tuple[float, float] = (1.0, 1.0)
     languages: tuple[str, ...] = ()
