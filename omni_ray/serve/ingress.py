@@ -13,6 +13,7 @@ from omni_ray.serve.api.keys import read_api_keys
 from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.serve.logs import log_as
 from omni_ray.serve.meters import Labels
+from omni_ray.serve.proxy_timeout import warn_of_total_timeout
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import IngressSpec
 
@@ -34,6 +35,7 @@ class Ingress:
         self._dispatcher = Dispatcher(
             spec.pipeline, spec.config, spec.streaming, spec.observe, spec.model_name, stages, host, labels
         )
+        await warn_of_total_timeout(self._dispatcher.max_audio_seconds)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the app after the constructor."""

@@ -123,7 +123,10 @@ def in_background(*words: str, env: dict[str, str]) -> Iterator[Command]:
 
 @pytest.mark.parametrize("pipeline", ["ramp", pytest.param("voice_chat", marks=pytest.mark.weights)])
 def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path, pipeline: str) -> None:
-    """C67: ``serve build graphs.built:x`` and ``omni-ray build x`` validate, deploy and answer."""
+    """C67: ``serve build graphs.built:x`` and ``omni-ray build x`` validate, deploy and answer.
+
+    C36: the ingress warns that Serve's total timeout, 60 s here, is shorter than the longest speech.
+    """
     from ray.serve.schema import ServeDeploySchema
 
     port = HTTP_PORT
@@ -135,12 +138,14 @@ def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path, pipeline: 
         config = yaml.safe_load(file.read_text())
         ServeDeploySchema.model_validate(config)
         assert ("deployments" in config["applications"][0]) == (file == built)
-        config["http_options"]["port"] = port
+        config["http_options"] |= {"port": port, "request_timeout_s": 60}
         config["applications"][0]["route_prefix"] = "/"
         config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
         file.write_text(yaml.safe_dump(config))
         run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
         wait_until(lambda: answers(f"http://127.0.0.1:{port}", pipeline), 90)
+    logs = Path(head["RAY_TMPDIR"]).glob(f"ray/session_*/logs/serve/replica_{pipeline}_ingress_*.log")
+    assert any("http_options.request_timeout_s is 60 s, but one answer may speak" in log.read_text() for log in logs)
 
 
 def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> None:
