@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from omni_ray.config.deploy import StreamingConfig
 from omni_ray.errors import (
@@ -33,6 +33,14 @@ from omni_ray.serve.outbox import nbytes_of
 from omni_ray.serve.tracing import Hop, RunTrace
 
 logger = logging.getLogger("ray.serve")
+
+
+def _cancel(response: DeploymentResponseGenerator[Any]) -> None:
+    """Serve's ``cancel`` raises again what kept the call from reaching a replica; here it would hide our own error."""
+    try:
+        response.cancel()
+    except Exception as error:
+        logger.debug("the call to be cancelled had never begun: %r", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ class StageClient:
                     yield Received(event, latent, self._edge)
                 limit = self._streaming.idle_timeout_s
         finally:
-            response.cancel()
+            _cancel(response)
 
     def _measure(self, batch: list[Event], trace: RunTrace | None) -> None:
         last = batch[-1]
