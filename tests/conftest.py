@@ -15,6 +15,7 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "omni_ray.serve.ingress_loss:middlewares"
 os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
 
 MAX_APPS = 3

@@ -14,6 +14,7 @@ from ray.serve.schema import ApplicationStatus
 
 from omni_ray.errors import ConfigError
 from omni_ray.registry import import_dotted
+from omni_ray.serve import ingress_loss
 from omni_ray.serve.builder import bind
 from omni_ray.serve.cluster import check_fits, join, live_nodes
 from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
@@ -45,6 +46,7 @@ def serve_here(
     if address:
         join(address, log_to_driver=True)
     else:
+        os.environ.setdefault(ingress_loss.SETTING, ingress_loss.IMPORT_PATH)
         ray.init(address="local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())

@@ -1,7 +1,9 @@
 """What goes wrong in one request or one replica stays there. ``ramp`` with its fault knobs, through real Ray Serve."""
 
 import asyncio
+import base64
 import contextlib
+import json
 import os
 import random
 import signal
@@ -166,25 +168,39 @@ async def test_a_killed_consumer_stops_its_producers(app: Served, victim: str, p
     assert {stage: tags for stage, tags in app.replicas().items() if stage != victim} == kept
 
 
-async def test_a_killed_ingress_stops_the_graph(app: Served) -> None:
-    """The ingress is a consumer too: its death ends every stage's work, and Serve brings up another one."""
+async def test_a_killed_ingress_stops_the_graph_and_is_told(app: Served) -> None:
+    """The ingress is a consumer too: its death ends every stage's work, and Serve brings up another one.
+
+    Every client of it hears of it: events end with one error, a raw stream is cut, and an answer that had not begun is
+    made once more, unseen.
+    """
     slow = {"ramp": {"thinker": {"delay_ms": 30}}}
     async with app.async_client() as client:
-        running = asyncio.create_task(client.post("/v1/chat/completions", json=chat(LONG, **slow)))
-        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == 1, 5)
-        await asyncio.sleep(0.3)
+        events = asyncio.create_task(client.post("/v1/chat/completions", json=chat(LONG, **slow)))
+        named = asyncio.create_task(client.post("/v1/audio/speech", json=speech(LONG, stream_format="sse", **slow)))
+        raw = asyncio.create_task(client.post("/v1/audio/speech", json=speech(LONG, **slow)))
+        whole = asyncio.create_task(client.post("/v1/chat/completions", json=chat(LONG, stream=False, **slow)))
+        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == 4, 5)
+        await asyncio.sleep(0.5)
         await kill(app, "ingress")
         await asyncio.sleep(1.0)
         assert not any(app.working().values()), "stages still work one second after the ingress died"
-        with contextlib.suppress(httpx.HTTPError):
-            assert "[DONE]" not in (await running).text
-
-    def answered() -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.post(f"{app.url}/v1/audio/speech", json=speech()).content == oracle.pcm(TEXT)
-        return False
-
-    await asyncio.to_thread(wait_until, answered, 30)
+        *spoken, last = parse_sse((await events).text)
+        assert last["error"] == {**last["error"], "code": 503, "type": "server_error"}
+        pcm, text = heard(spoken)
+        assert pcm
+        assert oracle.pcm(LONG).startswith(pcm)
+        assert LONG.startswith(text)
+        assert [line for line in (await named).text.split("\n\n") if "error" in line] == [
+            'event: speech.audio.error\ndata: {"type":"speech.audio.error","error":'
+            + json.dumps(last["error"], separators=(",", ":"))
+            + "}"
+        ]
+        with pytest.raises(httpx.RemoteProtocolError):
+            await raw
+        message = (await whole).json()["choices"][0]["message"]
+        assert (base64.b64decode(message["audio"]["data"]), message["audio"]["transcript"]) == (oracle.pcm(LONG), LONG)
+        assert await ask_speech(client, TEXT) == oracle.pcm(TEXT)
 
 
 async def test_a_request_that_showed_nothing_is_retried_once(app: Served) -> None:

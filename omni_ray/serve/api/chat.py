@@ -80,5 +80,6 @@ async def _answer(service: Service, call: ChatCall, clips: tuple[Clip, ...], inf
                     yield piece
         except Exception as error:
             info.outcome = type(error).__name__
-            yield sse.data(error_body(public_error(error, info.request_id)))
-        yield sse.DONE
+            yield sse.failure("chat", error_body(public_error(error, info.request_id)))
+        else:
+            yield sse.DONE

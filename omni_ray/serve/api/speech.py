@@ -105,8 +105,7 @@ async def _answer(service: Service, call: SpeechCall, plan: Plan, info: RequestI
                 yield _event(delta)
         except Exception as error:
             info.outcome = type(error).__name__
-            shown = error_body(public_error(error, info.request_id))
-            yield sse.event({"type": "speech.audio.error", **shown})
+            yield sse.failure("speech", error_body(public_error(error, info.request_id)))
 
 
 async def _collect(deltas: AsyncIterator[Delta]) -> tuple[bytes, Ended]:

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+
+Route = Literal["chat", "speech", "transcription"]
+_ERROR_TYPES: Mapping[Route, str] = {"speech": "speech.audio.error", "transcription": "error"}
 
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
@@ -24,3 +27,10 @@ def data(body: Mapping[str, Any]) -> bytes:
 def event(body: Mapping[str, Any]) -> bytes:
     """An event named by its ``type``, as in speech and transcription."""
     return f"event: {body['type']}\n".encode() + data(body)
+
+
+def failure(route: Route, body: Mapping[str, Any]) -> bytes:
+    """The end of a stream that failed in its middle; ``body`` is OpenAI's error body."""
+    if route == "chat":
+        return data(body) + DONE
+    return event({"type": _ERROR_TYPES[route], **body})

@@ -71,4 +71,4 @@ async def _answer(service: Service, call: TranscriptionCall, clip: AudioClip, pl
                     yield transcript.done_event(delta.usage)
         except Exception as error:
             info.outcome = type(error).__name__
-            yield sse.event({"type": "error", **error_body(public_error(error, info.request_id))})
+            yield sse.failure("transcription", error_body(public_error(error, info.request_id)))
