@@ -28,6 +28,8 @@ from ramp_client import ROUTES, VOICES, Answer, ask, body, some_text
 from ramp_cluster import STAGES, RampCluster, deploy_config, ramp_cluster
 
 DEADLINE_S = 60.0
+FROZEN_S = 30.0
+"""How long a frozen node stays before it is gone for good: longer than it takes to be missed."""
 PACE_MS = 20.0
 """A code frame of 80 ms every 20 ms: streams last seconds, at four times real time."""
 
@@ -49,11 +51,13 @@ class Chaos:
     running: RampCluster
     client: httpx.AsyncClient
     rng: random.Random
+    started: float = field(default_factory=time.monotonic)
     answers: list[Answer] = field(default_factory=list)
     own: defaultdict[str, list[Answer]] = field(default_factory=lambda: defaultdict(list))
     faults: list[Fault] = field(default_factory=list)
     pace: float = PACE_MS
     replicas: int = 2
+    only: tuple[str, ...] = ()
 
     async def kill_replica(self) -> None:
         """SIGKILL one replica of a stage."""
@@ -75,6 +79,14 @@ class Chaos:
     async def lose_node(self) -> None:
         """A raylet dies with all its replicas; another one joins first, so that there is room."""
         self.running.add_worker()  # not in a thread: Ray sets signal handlers, and the listeners can wait two seconds
+        self.running.lose_worker()
+
+    async def freeze_node(self) -> None:
+        """A raylet and all its replicas stop, and their sockets stay open: nobody is told. It never comes back."""
+        self.running.add_worker()
+        node = self.running.workers[0]
+        self.running.signal_worker(node, signal.SIGSTOP)
+        await asyncio.sleep(FROZEN_S)
         self.running.lose_worker()
 
     async def poison(self) -> None:
@@ -154,12 +166,15 @@ class Chaos:
 
     def kinds(self) -> list[tuple[Callable[[], Awaitable[None]], bool]]:
         """Every kind of fault, and whether others may notice it."""
-        hurting = (self.kill_replica, self.kill_ingress, self.lose_node, self.poison, self.hang)
+        hurting = (
+            self.kill_replica, self.kill_ingress, self.lose_node, self.freeze_node, self.poison, self.hang,
+        )  # fmt: skip
         mild = (
             self.kill_controller, self.fail, self.nan, self.hang_up, self.abandon_uploads, self.garbage,
             self.read_slowly, self.redeploy, self.scale,
         )  # fmt: skip
-        return [*((f, True) for f in hurting), *((f, False) for f in mild)]
+        every = [*((f, True) for f in hurting), *((f, False) for f in mild)]
+        return [(f, hurts) for f, hurts in every if not self.only or f.__name__ in self.only]
 
     async def listen(self, stop: asyncio.Event) -> None:
         """One client: request after request."""
@@ -197,11 +212,13 @@ class Chaos:
         return any(f.hurts and f.at <= answer.ended and f.until >= answer.started for f in self.faults)
 
 
-async def run(running: RampCluster, seconds: float, streams: int, every_s: float, seed: int) -> Chaos:
+async def run(
+    running: RampCluster, seconds: float, streams: int, every_s: float, seed: int, only: tuple[str, ...]
+) -> Chaos:
     """Listen and torment for ``seconds``, then let every request end."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=running.url, timeout=DEADLINE_S, limits=limits) as client:
-        chaos = Chaos(running, client, random.Random(seed))
+        chaos = Chaos(running, client, random.Random(seed), only=only)
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(seconds, stop.set)
         show = asyncio.create_task(progress(chaos, seconds))
@@ -219,20 +236,20 @@ async def progress(chaos: Chaos, seconds: float) -> None:
         print(f"{time.monotonic() - started:4.0f} of {seconds:.0f} s: {dict(counts)}", file=sys.stderr, flush=True)
 
 
-def report(chaos: Chaos, seconds: float, streams: int, left: int) -> tuple[str, bool]:
+def report(chaos: Chaos, seconds: float, streams: int, seed: int, left: int) -> tuple[str, bool]:
     """The page, and whether everything that is promised held."""
     total = len(chaos.answers)
-    by_outcome = Counter(a.outcome for a in chaos.answers)
+    right = sum(a.outcome == "right" for a in chaos.answers)
     touched = [a for a in chaos.answers if chaos.touched(a)]
     untouched = [a for a in chaos.answers if not chaos.touched(a)]
     lines = [
         "# Chaos",
         "",
-        f"`python benchmarks/chaos.py`: {seconds:.0f} s, {streams} concurrent streams of `ramp` over HTTP, "
-        f"{len(chaos.faults)} faults, takeover on. {os.cpu_count()} CPU cores, {platform.machine()}, Python "
+        f"`python benchmarks/chaos.py --seed {seed}`: {seconds:.0f} s, {streams} concurrent streams of `ramp` over "
+        f"HTTP, {len(chaos.faults)} faults, takeover on. {os.cpu_count()} CPU cores, {platform.machine()}, Python "
         f"{platform.python_version()}, Ray {ray.__version__}; three worker raylets on one machine.",
         "",
-        f"Availability: {100 * by_outcome['right'] / total:.3f} % of {total} requests were answered right, every byte.",
+        f"Availability: {100 * right / total:.3f} % of {total} requests were answered right, every byte.",
         "",
         "| requests | " + " | ".join(("all", *("right", "wrong", "told", "cut", "untold", "hung"))) + " |",
         "|---|" + "---|" * 7,
@@ -249,12 +266,14 @@ def report(chaos: Chaos, seconds: float, streams: int, left: int) -> tuple[str, 
         lines.append(f"| {name} | {len(answers)} | " + " | ".join(str(counts[o]) for o in outcomes) + " |")
     lines += ["", "| fault | times |", "|---|---|"]
     lines += [f"| {kind} | {count} |" for kind, count in sorted(Counter(f.kind for f in chaos.faults).items())]
-    bad = [a for a in chaos.answers if a.outcome != "right"]
-    if bad:
-        lines += ["", "Not right:", ""]
-        lines += [
-            f"- {'touched' if chaos.touched(a) else 'UNTOUCHED'}, {a.route}, {a.outcome}: {a.detail}" for a in bad
-        ]
+    if bad := [a for a in chaos.answers if a.outcome != "right"]:
+        lines += ["", "| not right | route | outcome | what the client saw | times |", "|---|---|---|---|---|"]
+        same = Counter(("touched" if chaos.touched(a) else "UNTOUCHED", a.route, a.outcome, a.detail) for a in bad)
+        lines += [f"| {' | '.join(what)} | {count} |" for what, count in sorted(same.items())]
+    if odd := [a for a in untouched if a.outcome != "right"]:
+        at = chaos.started
+        lines += ["", *(f"- {a.started - at:.1f} to {a.ended - at:.1f} s: {a.route}, {a.detail}" for a in odd), ""]
+        lines += [f"- {f.at - at:.1f} to {f.until - at:.1f} s: {f.kind}" for f in chaos.faults]
     lines += ["", f"Requests still in a stage 5 s after the last answer: {left}."]
     others = [a for answers in chaos.own.values() for a in answers]
     held = (
@@ -274,14 +293,15 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--every", type=float, default=5, metavar="S", help="seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=(), metavar="FAULT", help="kinds of faults (default: all)")
     parser.add_argument(
         "--out", default=str(Path(__file__).with_name("chaos.md")), help="file, or - (default: chaos.md)"
     )
     args = parser.parse_args()
     with ramp_cluster(3, deploy_config(pace_ms=PACE_MS)) as running:
-        chaos = asyncio.run(run(running, args.seconds, args.streams, args.every, args.seed))
+        chaos = asyncio.run(run(running, args.seconds, args.streams, args.every, args.seed, tuple(args.only)))
         time.sleep(5)
-        page, held = report(chaos, args.seconds, args.streams, running.at_work())
+        page, held = report(chaos, args.seconds, args.streams, args.seed, running.at_work())
     if args.out == "-":
         print(page)
     else:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from omni_ray.serve import ingress_loss
 from omni_ray.serve.builder import build_application
 from omni_ray.serve.resolve import AppArgs
 
@@ -74,8 +75,17 @@ class RampCluster:
         self.workers.append(self.cluster.add_node(num_cpus=NODE_CPUS))
 
     def lose_worker(self) -> None:
-        """A raylet and everything on it dies."""
-        self.cluster.remove_node(self.workers.pop(0), allow_graceful=False)
+        """A raylet and everything on it dies, at once."""
+        node = self.workers.pop(0)
+        self.signal_worker(node, signal.SIGKILL)  # without it the raylet's children outlive it by seconds
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def signal_worker(self, node: Any, number: int) -> None:
+        """Send a signal to a raylet and everything on it."""
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        for process in (raylet, *raylet.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def states(self, stage: str) -> list[Any]:
         """``StageState`` of every replica."""
@@ -119,9 +129,17 @@ def ramp_cluster(workers: int, config: dict[str, Any]) -> Iterator[RampCluster]:
     """A head with the proxy, ``workers`` raylets for the rest, and ``ramp`` ready on them."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ[ingress_loss.SETTING] = ingress_loss.IMPORT_PATH
+    os.environ["RAY_SERVE_STOP_FAILED_ROLLING_UPDATES"] = "0"  # else three deaths in a roll-out end all repair
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 2, "object_store_memory": 300 * 2**20, "include_dashboard": False},
+        head_node_args={
+            "num_cpus": 2,
+            "object_store_memory": 300 * 2**20,
+            "include_dashboard": False,
+            # a node that is silent is dead within 20 s; with Ray's own values it takes up to 65 s
+            "_system_config": {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000},
+        },
     )
     port = free_port()
     running = RampCluster(cluster, f"http://127.0.0.1:{port}")
