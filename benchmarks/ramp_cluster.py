@@ -58,16 +58,12 @@ class RampCluster:
     def pids(self, deployment: str) -> list[int]:
         """Process ids of a deployment's replicas, on all raylets."""
         title = re.compile(rf"ray::ServeReplica:{APP}:{deployment}(\..*)?")
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if title.fullmatch((process.info["cmdline"] or [""])[0]):
-                found.append(process.pid)
-        return sorted(found)
+        return sorted(process.pid for process, name in ours() if title.fullmatch(name))
 
     def kill(self, title: str) -> None:
         """SIGKILL every process whose title begins so."""
-        for process in psutil.process_iter(["cmdline"]):
-            if (process.info["cmdline"] or [""])[0].startswith(title):
+        for process, name in ours():
+            if name.startswith(title):
                 os.kill(process.pid, signal.SIGKILL)
 
     def add_worker(self) -> None:
@@ -105,6 +101,13 @@ class RampCluster:
         """Bytes in use in all object stores."""
         total, free = ray.cluster_resources(), ray.available_resources()
         return float(total["object_store_memory"] - free.get("object_store_memory", 0))
+
+
+def ours() -> Iterator[tuple[psutil.Process, str]]:
+    """Every process that we started, with its title; other clusters of this machine are none of our business."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            yield process, (process.cmdline() or [""])[0]
 
 
 def free_port() -> int:

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import ray
 from ramp_client import ROUTES, VOICES, ask, body, some_text
-from ramp_cluster import RampCluster, deploy_config, ramp_cluster, wait_until
+from ramp_cluster import RampCluster, deploy_config, ours, ramp_cluster, wait_until
 
 TITLES = re.compile(r"ray::(ServeReplica:ramp:\w+|ServeController|ProxyActor)|.*/raylet/raylet|.*/gcs/gcs_server")
 AT_ONCE = 24
@@ -94,11 +94,10 @@ def read(running: RampCluster, requests: int) -> Reading:
     wait_until(lambda: running.at_work() == 0, 10)
     gc.collect()
     memory: dict[tuple[str, int], int] = {}
-    for process in psutil.process_iter(["cmdline"]):
-        with contextlib.suppress(psutil.Error):
-            title = (process.info["cmdline"] or [""])[0]
-            if found := TITLES.match(title):
-                name = found[0].rpartition("/")[2].removeprefix("ray::")
+    for process, title in ours():
+        if found := TITLES.match(title):
+            name = found[0].rpartition("/")[2].removeprefix("ray::")
+            with contextlib.suppress(psutil.Error):
                 memory[name, process.pid] = process.memory_full_info().uss
     shm = sum(f.stat().st_blocks * 512 for f in Path("/dev/shm").rglob("*") if f.is_file())
     return Reading(requests, memory, running.object_store_bytes(), shm, running.at_work())
@@ -184,6 +183,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10**6)
     parser.add_argument("--cancels", type=int, default=2000, help="per round")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="tell each process's MiB after each round")
     parser.add_argument("--out", default=str(Path(__file__).with_name("soak.md")), help="file, or -")
     args = parser.parse_args()
     rng, started = random.Random(args.seed), time.monotonic()
@@ -196,6 +196,9 @@ def main() -> int:
             last = readings[-1]
             total = sum(last.memory.values()) / 2**20
             print(f"{last.requests} requests, {total:.0f} MiB in all, {dict(outcomes)}", file=sys.stderr, flush=True)
+            if args.verbose:
+                each = (f"{name.rpartition(':')[2]} {size / 2**20:.1f}" for (name, _), size in last.memory.items())
+                print("  " + ", ".join(each), file=sys.stderr, flush=True)
     text, held = page(readings, outcomes, time.monotonic() - started)
     if args.out == "-":
         print(text)

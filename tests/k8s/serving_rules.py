@@ -12,7 +12,11 @@ from tests.k8s.serve_config import resolved_apps
 
 MARGIN_S = 30
 """What every grace leaves beyond the longest stream."""
-ON_EVERY_POD = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+ON_EVERY_POD = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
+}
 PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
