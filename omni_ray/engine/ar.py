@@ -48,6 +48,7 @@ class AREngine(Engine):
     """
 
     resumable = "replay"
+    reads_ahead = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -168,6 +169,10 @@ class AREngine(Engine):
         """See ``Engine.stats``."""
         memory = {"kv_bytes": self._model.kv_bytes(), "encoder_bytes": self._model.encoder_bytes()}
         return replace(self._admission.stats(), **memory)
+
+    def frame_rate(self) -> float | None:
+        """See ``Engine.frame_rate``."""
+        return self._model.frame_rate if isinstance(self._model, CodecLM) else None
 
     async def stop(self) -> None:
         """End the thread after its running step; running requests fail."""

@@ -61,9 +61,11 @@ class Engine(ABC):
         resumable: whether a request whose replica died can go on in another one. ``none``: it cannot. ``replay``: what
             was made is made again, from the record (tokens, code frames) where there is one. ``state``: the engine
             takes its state over without computing anything again.
+        reads_ahead: whether it takes inputs before it can compute with them; its asking then says nothing of idleness.
     """
 
     resumable: Literal["none", "replay", "state"] = "none"
+    reads_ahead = False
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -104,6 +106,10 @@ class Engine(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """Counters right now; all zero when no request is alive."""
+
+    def frame_rate(self) -> float | None:
+        """Code frames for one second of sound, of an engine that makes them and knows; after ``start``."""
+        return None
 
     @abstractmethod
     async def stop(self) -> None:

@@ -24,9 +24,11 @@ class PerRequestModel(ABC):
     Attributes:
         resumable: see ``Engine``. A model that says ``replay`` makes the same outputs of the same inputs, bit for bit,
             in every replica.
+        frame_rate: code frames for one second of sound; None if it makes none.
     """
 
     resumable: Literal["none", "replay"] = "none"
+    frame_rate: float | None = None
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -77,6 +79,10 @@ class PerRequestEngine(Engine):
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
         return self._admission.stats()
+
+    def frame_rate(self) -> float | None:
+        """See ``Engine.frame_rate``."""
+        return self._model.frame_rate
 
     async def stop(self) -> None:
         """See ``Engine.stop``."""

@@ -165,10 +165,15 @@ STAGE_OLDEST_WAIT_S = Metric(
 STAGE_PLACES = Metric(
     "stage_places", "gauge", "", "Stages", "Places", "max_num_seqs of the replica: requests it can compute at once",
 )  # fmt: skip
+STAGE_LOAD = Metric(
+    "stage_load", "gauge", "", "Stages", "Load of a replica",
+    "what the replica has to do, as a part of what it can: places, or seconds of work that its streams need in each "
+    "second; at least 1 if a listener is about to hear a gap because of it. Autoscaling follows the sum over replicas",
+)  # fmt: skip
 STAGE_LEAST_LEAD_S = Metric(
     "stage_least_lead_s", "gauge", "s", "Listeners", "Least slack of a listener",
     "lead of the live stream that has least: seconds of sound emitted minus seconds since the first; below 0 somebody "
-    "hears a gap. At most 60, and 60 while nobody listens",
+    "hears a gap; code frames count as if they sounded at once. At most 60, and 60 while nobody listens",
 )  # fmt: skip
 
 # --- edges; measured by the consumer ---

@@ -25,7 +25,7 @@ class Need:
     """What one deployment asks of the cluster.
 
     Attributes:
-        replicas: the most there can be. each: one replica's resources by Ray's names, memory in bytes.
+        replicas: the most there can be, or the least. each: one replica's resources by Ray's names, memory in bytes.
         labels: the label selector of the nodes it may run on.
         per_node: most replicas on one node, None for no limit.
     """
@@ -74,12 +74,12 @@ def join(address: str, *, log_to_driver: bool) -> str:
     return found
 
 
-def needs(app: ResolvedApp) -> tuple[Need, ...]:
-    """Needs of every deployment, in the order data flows, the ingress last."""
-    return (*(_need(s.stage, s.derived) for s in app.stages), _need("ingress", app.ingress.derived))
+def needs(app: ResolvedApp, *, least: bool = False) -> tuple[Need, ...]:
+    """Needs of every deployment, in the order data flows, the ingress last; ``least``: scaled down as far as can be."""
+    return (*(_need(s.stage, s.derived, least) for s in app.stages), _need("ingress", app.ingress.derived, least))
 
 
-def _need(name: str, derived: ServeOptions) -> Need:
+def _need(name: str, derived: ServeOptions, least: bool) -> Need:
     each = {"CPU": derived.num_cpus, **derived.resources}
     if derived.num_gpus:
         each["GPU"] = derived.num_gpus
@@ -89,7 +89,8 @@ def _need(name: str, derived: ServeOptions) -> Need:
     if "accelerator_type" in actor:
         each[f"accelerator_type:{actor['accelerator_type']}"] = 0.001  # Ray's own marker for "a node that has one"
     per_node = derived.serve.get("max_replicas_per_node")
-    return Need(name, derived.num_replicas, each, actor.get("label_selector", {}), per_node)
+    replicas = derived.min_replicas if least else derived.num_replicas
+    return Need(name, replicas, each, actor.get("label_selector", {}), per_node)
 
 
 def live_nodes() -> tuple[Node, ...]:
@@ -205,8 +206,8 @@ def asked_for(need: Need) -> str:
     return each + on
 
 
-def check_fits(app: ResolvedApp, nodes: Iterable[Node]) -> None:
-    """Refuse an application that ``nodes`` cannot hold.
+def check_fits(app: ResolvedApp, nodes: Iterable[Node], *, least: bool = False) -> None:
+    """Refuse an application that ``nodes`` cannot hold; ``least``: scaled down as far as can be.
 
     Raises:
         ConfigError: naming each deployment that does not fit, what it needs and what is missing; Serve itself would
@@ -215,7 +216,7 @@ def check_fits(app: ResolvedApp, nodes: Iterable[Node]) -> None:
     problems = [
         f"{fit.need.deployment} needs {asked_for(fit.need)} for each of {fit.need.replicas} replicas; {fit.placed} of "
         f"them fit beside the other deployments: {fit.missing}"
-        for fit in place(needs(app), nodes)
+        for fit in place(needs(app, least=least), nodes)
         if fit.missing
     ]
     if problems:

@@ -69,6 +69,7 @@ class StageMeters:
         self._oldest_wait = _gauge(metrics.STAGE_OLDEST_WAIT_S, labels)
         self._places = _gauge(metrics.STAGE_PLACES, labels)
         self._least_lead = _gauge(metrics.STAGE_LEAST_LEAD_S, labels)
+        self._load = _gauge(metrics.STAGE_LOAD, labels)
         self._held_refs = _gauge(metrics.HELD_REFS, labels)
         self._held_ref_bytes = _gauge(metrics.HELD_REF_BYTES, labels)
         self._kv = _gauge(metrics.KV_BYTES, labels)
@@ -92,13 +93,14 @@ class StageMeters:
                 if count:
                     counter.inc(count)
 
-    def now(self, stats: EngineStats, leads: Collection[float], refs: int, ref_bytes: int) -> None:
-        """The state right now; ``leads`` of the streams that have begun to sound."""
+    def now(self, stats: EngineStats, leads: Collection[float], refs: int, ref_bytes: int, load: float) -> None:
+        """The state right now; ``leads`` of the streams that have begun to sound; ``load`` as autoscaling sees it."""
         self._running.set(stats.running)
         self._waiting.set(stats.queued)
         self._oldest_wait.set(stats.oldest_wait_s)
         self._places.set(stats.max_num_seqs)
         self._least_lead.set(min([MOST_LEAD_S, *leads]))
+        self._load.set(load)
         self._held_refs.set(refs)
         self._held_ref_bytes.set(ref_bytes)
         self._kv.set(stats.kv_bytes)

@@ -18,6 +18,7 @@ class StageRow:
     engine: str
     model: str
     output: str
+    least_replicas: int
     replicas: int
     resources: dict[str, float]
     placement_group: list[dict[str, float]]
@@ -71,7 +72,9 @@ class Report:
         for row in (*self.stages, self.ingress):
             each = ", ".join(f"{amount:g} {name}" for name, amount in row.resources.items())
             group = f"  placement group {row.placement_group}" if row.placement_group else ""
-            lines.append(f"{row.name:<12} {row.engine:<12} {row.model:<{wide}} {row.replicas:>8}  {each}{group}")
+            least = f"{row.least_replicas} to " if row.least_replicas < row.replicas else ""
+            count = f"{least}{row.replicas}"
+            lines.append(f"{row.name:<12} {row.engine:<12} {row.model:<{wide}} {count:>8}  {each}{group}")
         lines += ["", "in all: " + ", ".join(f"{amount:g} {name}" for name, amount in self.total.items())]
         lines += ["", "edges"]
         for edge in self.edges:
@@ -94,13 +97,14 @@ def plan_report(name: str, given: Mapping[str, str], address: str | None = None)
     for need in needs(app):
         for resource, amount in need.each.items():
             total[resource] = round(total.get(resource, 0) + amount * need.replicas, 3)
+    front = app.ingress.derived
     return Report(
         pipeline=app.pipeline.name,
         description=app.pipeline.description,
         model=args.model or app.config.model,
         stages=_stage_rows(app),
         ingress=StageRow(
-            "ingress", "http", "-", "-", app.ingress.derived.num_replicas, dict(needs(app)[-1].each), [], 0
+            "ingress", "http", "-", "-", front.min_replicas, front.num_replicas, dict(needs(app)[-1].each), [], 0
         ),
         edges=[
             EdgeRow(
@@ -130,6 +134,7 @@ def _stage_rows(app: ResolvedApp) -> list[StageRow]:
                 engine=engine_entry(stage, app.config.stage(stage.name).engine.get("name"))[0],
                 model=spec.model_arch,
                 output=stage.engine_output_type,
+                least_replicas=spec.derived.min_replicas,
                 replicas=need.replicas,
                 resources=dict(need.each),
                 placement_group=spec.derived.serve.get("placement_group_bundles", []),

@@ -25,7 +25,14 @@ from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 from omni_ray.registry import OmniModelRegistry, engine_entry, engine_options, import_dotted, load_pipeline
 from omni_ray.serve.planner import Plan, all_plans
-from omni_ray.serve.serve_options import MAY_NOT_BE_SET, DeploymentBlock, ServeOptions, derive
+from omni_ray.serve.serve_options import (
+    MAY_NOT_BE_SET,
+    DeploymentBlock,
+    IngressDeployment,
+    ServeOptions,
+    StageDeployment,
+    derive,
+)
 from omni_ray.serve.specs import IngressSpec, StageSpec
 
 M = TypeVar("M", bound=BaseModel)
@@ -121,7 +128,7 @@ def _deployments(
     pipeline: PipelineConfig, config: DeployConfig, model: str | None, where: str, args: AppArgs, problems: list[str]
 ) -> tuple[list[StageSpec], IngressSpec | None]:
     """Specs of every deployment; what is wrong goes to ``problems``."""
-    block = _block(config.ingress.deployment, where, ("ingress", "deployment"), problems)
+    block = _block(IngressDeployment, config.ingress.deployment, where, ("ingress", "deployment"), problems)
     ingresses = 1
     if block is not None:
         ingresses = block.autoscaling_config.max_replicas if block.autoscaling_config else block.num_replicas or 1
@@ -142,7 +149,7 @@ def _deployments(
     for stage in pipeline.topological():
         options = _engine_options(stage, config.stage(stage.name).engine, where, problems)
         prefix = ("stages", stage.name, "deployment")
-        stage_block = _block(config.stage(stage.name).deployment, where, prefix, problems)
+        stage_block = _block(StageDeployment, config.stage(stage.name).deployment, where, prefix, problems)
         if options is None or stage_block is None:
             continue
         # twice what can be admitted: retries and streams that are just ending hold a slot a little longer
@@ -223,12 +230,14 @@ def _engine_options(
     return options.model_copy(update={"max_num_seqs": min(limit, options.max_num_seqs)})
 
 
-def _block(raw: Mapping[str, Any], where: str, prefix: tuple[str, ...], problems: list[str]) -> DeploymentBlock | None:
+def _block(
+    model: type[M], raw: Mapping[str, Any], where: str, prefix: tuple[str, ...], problems: list[str]
+) -> M | None:
     """A ``deployment:`` block, less the options that may not be set."""
     for name in [n for n in raw if n in MAY_NOT_BE_SET]:
         problems.append(f"{where}: {'.'.join(prefix)}.{name}: may not be set: {MAY_NOT_BE_SET[name]}")
     allowed = {n: v for n, v in raw.items() if n not in MAY_NOT_BE_SET}
-    return _checked(DeploymentBlock, allowed, where, prefix, problems)
+    return _checked(model, allowed, where, prefix, problems)
 
 
 def _checked(

@@ -4,17 +4,18 @@
 engine's options and from the ingress's limits, in ``derive``, so that the parts cannot contradict each other.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import ray
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from ray import serve
-from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import LoggingConfig
 
 from omni_ray.config.base import StrictModel
 from omni_ray.config.pipeline import StagePipelineConfig
 from omni_ray.errors import ConfigError
+from omni_ray.serve.autoscaling import StageAutoscaling, StrictAutoscaling
+from omni_ray.serve.slack import Tuning
 
 MAY_NOT_BE_SET = {
     "max_queued_requests": "Serve never queues here; the bounded queue is engine.max_queue",
@@ -40,17 +41,10 @@ class RayActorOptions(StrictModel):
     runtime_env: dict[str, Any] | None = None
 
 
-class StrictAutoscaling(AutoscalingConfig):  # type: ignore[misc]
-    """Ray Serve's own model drops unknown keys silently; this one refuses them."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class DeploymentBlock(StrictModel):
-    """The ``deployment:`` block of a stage or of the ingress: the options of Ray Serve that may be set there."""
+class _Deployment(StrictModel):
+    """The options of Ray Serve that may be set in any ``deployment:`` block."""
 
     num_replicas: int | None = Field(default=None, ge=1, strict=True)
-    autoscaling_config: StrictAutoscaling | None = None
     ray_actor_options: RayActorOptions = RayActorOptions()
     placement_group_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = None
     max_replicas_per_node: int | None = Field(default=None, ge=1)
@@ -62,8 +56,28 @@ class DeploymentBlock(StrictModel):
     logging_config: LoggingConfig | None = None
 
 
+class IngressDeployment(_Deployment):
+    """The ``deployment:`` block of the ingress."""
+
+    autoscaling_config: StrictAutoscaling | None = None
+
+
+class StageDeployment(_Deployment):
+    """The ``deployment:`` block of a stage."""
+
+    autoscaling_config: StageAutoscaling | None = None
+
+
+DeploymentBlock: TypeAlias = IngressDeployment | StageDeployment
+
+
 class ServeOptions(StrictModel):
-    """The options a deployment is bound with, as derived. ``serve`` holds Serve's own names."""
+    """The options a deployment is bound with, as derived. ``serve`` holds Serve's own names.
+
+    Attributes:
+        num_replicas: the most there can be; of an autoscaled deployment, ``min_replicas`` is the least.
+        tuning: by which it scales, and by which it says how much it has to do.
+    """
 
     num_cpus: float
     num_gpus: float
@@ -72,6 +86,8 @@ class ServeOptions(StrictModel):
     max_ongoing_requests: int
     graceful_shutdown_timeout_s: float
     autoscaled: bool
+    min_replicas: int
+    tuning: Tuning
     serve: dict[str, Any]
 
 
@@ -126,7 +142,7 @@ def derive(
         "max_constructor_retry_count": block.max_constructor_retry_count,
     }
     if block.autoscaling_config is not None:
-        options["autoscaling_config"] = AutoscalingConfig(**block.autoscaling_config.model_dump(exclude_unset=True))
+        options["autoscaling_config"] = block.autoscaling_config.serve()
     else:
         options["num_replicas"] = block.num_replicas or 1
     if gpus:
@@ -141,6 +157,7 @@ def derive(
     for name in ("max_replicas_per_node", "rolling_update_percentage", "max_surge_percent", "logging_config"):
         if (value := block.model_dump(exclude_unset=True).get(name)) is not None:
             options[name] = value
+    scaling = block.autoscaling_config
     return ServeOptions(
         num_cpus=cpus,
         num_gpus=gpus,
@@ -148,7 +165,9 @@ def derive(
         num_replicas=_replicas(block),
         max_ongoing_requests=max_ongoing_requests,
         graceful_shutdown_timeout_s=grace_s,
-        autoscaled=block.autoscaling_config is not None,
+        autoscaled=scaling is not None,
+        min_replicas=block.num_replicas or 1 if scaling is None else scaling.min_replicas,
+        tuning=scaling.tuning() if isinstance(scaling, StageAutoscaling) else Tuning(),
         serve=options,
     )
 

@@ -17,12 +17,14 @@ from ray.serve.handle import DeploymentHandle
 from omni_ray.engine.base import Engine, EngineContext, EngineStats
 from omni_ray.errors import EngineDiedError, OmniRayError, ReplicaDiedError, SaturatedError, StageFailedError
 from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
+from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
 from omni_ray.serve.logs import log_as, log_request
 from omni_ray.serve.meters import GAUGES_EVERY_S, Labels, StageMeters
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.serve_options import check_actual_options
+from omni_ray.serve.slack import AT_EASE_S, Report, load_of
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import StageClient
 from omni_ray.serve.stage_run import StageParts, StageRun
@@ -31,12 +33,15 @@ from omni_ray.serve.version import code_version
 
 logger = logging.getLogger("ray.serve")
 
+STARTED_S = 1.0
+"""A stream that has just begun to sound has no lead yet; that presses nobody."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageState:
     """What a stage knows of itself, for tests and ``omni-ray top``. All counters but totals are zero when idle.
 
-    ``leads`` are of the live streams that have begun to sound.
+    ``leads`` are of the live streams that have begun to sound; ``load`` is as autoscaling sees it (``slack.load_of``).
     """
 
     replica: str
@@ -50,6 +55,7 @@ class StageState:
     messages: int
     leads: tuple[float, ...] = ()
     held_refs: int = 0
+    load: float = 0.0
 
 
 class _ConsumerGone(ReplicaDiedError):
@@ -69,6 +75,8 @@ class Stage:
         self._meters = StageMeters(labels)
         self._tracing = Tracing(labels) if spec.observe.tracing else None
         self._runs: set[StageRun] = set()
+        self._effort = Effort()
+        self._tuning = spec.derived.tuning
         self._gauges: asyncio.Task[None] | None = None
         self._ongoing: Counter[tuple[str, int]] = Counter()
         self._totals: Counter[str] = Counter()
@@ -118,6 +126,7 @@ class Stage:
                 version=code_version(spec, engine_cls, model_cls),
                 resumable=engine.resumable != "none",
             ),
+            effort=self._effort,
         )
 
         self._gauges = asyncio.get_running_loop().create_task(self._set_gauges(engine))
@@ -130,13 +139,32 @@ class Stage:
             except Exception:  # a broken engine is the health check's affair; the next look may succeed
                 logger.exception("asking the engine of stage %s for its state failed", self._stage.name)
             else:
-                self._meters.now(stats, self._leads(), sum(n for n, _ in held), sum(size for _, size in held))
+                refs, ref_bytes = sum(n for n, _ in held), sum(size for _, size in held)
+                self._meters.now(stats, self._leads(), refs, ref_bytes, load_of(self._report(stats), self._tuning))
             await asyncio.sleep(GAUGES_EVERY_S)
 
     def _leads(self) -> tuple[float, ...]:
         now = time.monotonic()
         leads = (run.watch.playback.lead_s(now) for run in self._runs)
         return tuple(lead for lead in leads if lead is not None)
+
+    def _report(self, stats: EngineStats) -> Report:
+        now = time.monotonic()
+        waited_for = (run.watch.playback for run in self._runs if self._effort.at_work(run))
+        leads = [p.lead_s(now) or 0.0 for p in waited_for if p.first is not None and now - p.first > STARTED_S]
+        return Report(
+            busy=stats.running,
+            queued=stats.queued,
+            places=stats.max_num_seqs,
+            oldest_wait_s=stats.oldest_wait_s,
+            least_lead_s=min([AT_EASE_S, *leads]),
+            cost=self._effort.cost(),
+        )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve's hook: what its controller hands to ``SlackPolicy``."""
+        assert self._engine is not None
+        return {name: float(value) for name, value in self._report(self._engine.stats())._asdict().items()}
 
     def _progress(self, line: str) -> None:
         logger.info("%s: %s", self._stage.name, line)
@@ -220,7 +248,8 @@ class Stage:
         counts = {name: self._totals[name] for name in names}
         refs = sum(run.held()[0] for run in self._runs)
         ongoing, engine = self._ongoing.total(), self._engine.stats()
-        return StageState(self._replica, ongoing, engine, **counts, leads=self._leads(), held_refs=refs)
+        load = load_of(self._report(engine), self._tuning)
+        return StageState(self._replica, ongoing, engine, **counts, leads=self._leads(), held_refs=refs, load=load)
 
     async def check_health(self) -> None:
         """Ray Serve's health check: the engine's own. Serve replaces a replica that fails it three times in a row."""

@@ -32,6 +32,7 @@ from omni_ray.engine.types import (
     VideoClip,
 )
 from omni_ray.errors import SchemaMismatchError, StageFailedError, TakeoverRefusedError
+from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Envelope, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.latents import large, load_clip, load_output, store_output
 from omni_ray.serve.lifeline import ProducerEnd
@@ -63,6 +64,7 @@ class StageParts:
     async_chunk: bool
     sampling: SamplingParams
     opened: Opened
+    effort: Effort
 
 
 class StageRun:
@@ -89,7 +91,7 @@ class StageRun:
         self._refs: list[weakref.ref[OutputEvent]] = []  # weak: an event that was sent and read is gone
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms, announced=bool(envelope.resume))
-        self.watch = Watch()
+        self.watch = Watch(frame_rate=parts.engine.frame_rate())
         self._trace = trace
 
     async def go(self) -> None:
@@ -137,6 +139,7 @@ class StageRun:
             self.outbox.put(self._parts.opened)
             opened = True
         async with AsyncExitStack() as closing:
+            closing.callback(self._parts.effort.rests, self)
             for source in inputs.values():
                 await closing.enter_async_context(aclosing(source))
             outputs = await closing.enter_async_context(aclosing(generate))
@@ -144,7 +147,7 @@ class StageRun:
                 if not opened:
                     self.outbox.put(self._parts.opened)
                     opened = True
-                self.watch.output(output)
+                self._made(output)
                 if isinstance(output, Finish):
                     finished = True
                     if output.reason == "stop" and self._cut_short:
@@ -158,6 +161,12 @@ class StageRun:
             while not queue.empty():
                 if (left := queue.get_nowait()) is not None:
                     left.read()
+
+    def _made(self, output: Output) -> None:
+        before = self.watch.playback.audio_s
+        self.watch.output(output)
+        if seconds := self.watch.playback.audio_s - before:
+            self._parts.effort.sounded(seconds)
 
     def _resume(self) -> Resume | None:
         """What this stage had made of the request before a replica died.
@@ -220,6 +229,7 @@ class StageRun:
     async def _inputs(self, edge: Edge) -> AsyncGenerator[Any, None]:
         """The edge's processor over its source, both closed with this generator."""
         self.watch.asks()
+        self._parts.effort.works(self)
         source = self._clips(edge) if edge.source == REQUEST else self._chunks(edge.source)
         processor = self._parts.processors[edge.processor]
         if edge.rewrites is not None:
@@ -247,8 +257,9 @@ class StageRun:
     async def _arrivals(self, source: str) -> AsyncGenerator[Chunk, None]:
         queue = self._queues[source]
         self._asked.set()
-        while (received := await queue.get()) is not None:
+        while (received := await self._next(queue)) is not None:
             event = received.event
+            self.watch.feeds()
             assert isinstance(event, OutputEvent)
             assert not isinstance(event.output, Finish)
             if event.ref_bytes and event.ref is None:
@@ -263,6 +274,15 @@ class StageRun:
                     yield chunk
             finally:
                 received.read()  # the consumer came back for more, or wants no more
+
+    async def _next(self, queue: asyncio.Queue[Received | None]) -> Received | None:
+        """The next arrival; an engine that must wait for it, and reads nothing ahead, does nothing for this run."""
+        if self._parts.engine.reads_ahead or not queue.empty():
+            return await queue.get()
+        self._parts.effort.rests(self)
+        received = await queue.get()
+        self._parts.effort.works(self)
+        return received
 
     async def _pump(self, client: StageClient) -> None:
         """Take one upstream stream apart: what feeds this stage into queues, what is wanted further down outwards."""

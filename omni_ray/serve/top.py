@@ -19,7 +19,7 @@ from omni_ray.serve.stage import StageState
 ANSWER_S = 5.0
 _CLEAR = "\033[H\033[2J"
 _HEAD = (
-    "stage", "replica", "run/places", "queue", "oldest s", "streams", "least slack s", "median",
+    "stage", "replica", "run/places", "queue", "oldest s", "streams", "least slack s", "median", "load",
     "done", "failed", "refused", "cancelled", "refs",
 )  # fmt: skip
 
@@ -140,5 +140,6 @@ def _row(stage: str, state: StageState) -> tuple[str, ...]:
         f"{engine.oldest_wait_s:.1f}",
         str(state.ongoing),
         *slack,
+        f"{state.load:.2f}",
         *map(str, totals),
     )

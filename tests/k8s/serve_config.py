@@ -81,10 +81,12 @@ def _application_problems(app: Doc, doc: Doc) -> Iterator[str]:
         yield "args.deploy_config.ingress.max_audio_seconds: must be set; every grace follows from it"
     if resolved.config.ingress.grace_s is not None:
         yield "args.deploy_config.ingress.grace_s: must be left out, so that it follows from max_audio_seconds"
-    try:
-        check_fits(resolved, ray_nodes(cluster_of(doc), "minReplicas"))
-    except ConfigError as error:
-        yield f"args: does not fit the smallest cluster that the worker groups make: {error}"
+    for size, count in (("smallest", "minReplicas"), ("largest", "maxReplicas")):
+        try:
+            check_fits(resolved, ray_nodes(cluster_of(doc), count), least=size == "smallest")
+        except ConfigError as error:
+            yield f"args: does not fit the {size} cluster that the worker groups make: {error}"
+            return
 
 
 def _unknown_keys(model: Any, value: Any, path: str) -> Iterator[str]:

@@ -20,9 +20,10 @@ from omni_ray.errors import ConfigError
 from omni_ray.models.ramp import processors
 from omni_ray.models.ramp.options import Faults, ThinkerOptions
 from omni_ray.registry import OMNI_PIPELINES, engine_options, load_pipeline
+from omni_ray.serve.autoscaling import NOT_FOR_STAGES, StageAutoscaling
 from omni_ray.serve.cluster import Node, check_fits, needs
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, app_args, resolve
-from omni_ray.serve.serve_options import MAY_NOT_BE_SET, DeploymentBlock, RayActorOptions, ServeOptions
+from omni_ray.serve.serve_options import MAY_NOT_BE_SET, RayActorOptions, ServeOptions, StageDeployment
 
 
 def app(**config: Any) -> ResolvedApp:
@@ -179,7 +180,7 @@ class TestGpus:
 
 
 class TestAutoscaling:
-    """Serve's own block, strictly."""
+    """By listeners' slack, strictly."""
 
     def test_it_replaces_num_replicas(self):
         options = derived(
@@ -189,11 +190,39 @@ class TestAutoscaling:
         assert options.num_replicas == 3, "what the cluster must hold"
         assert "num_replicas" not in options.serve
 
+    def test_the_policy_travels_inside(self):
+        """What the controller unpickles is our policy, with what the deploy config says."""
+        block = {"min_replicas": 2, "max_replicas": 3, "slack_s": 0.5, "report_every_s": 0.2}
+        options = derived(app(**stage("talker", {"autoscaling_config": block})), "talker")
+        config = options.serve["autoscaling_config"]
+        assert config.policy.get_policy().__name__ == "SlackPolicy"
+        assert config.policy.policy_kwargs == {"target_load": 0.8, "slack_s": 0.5, "wait_s": 1}
+        assert (config.metrics_interval_s, config.look_back_period_s) == (0.2, 1), "Serve records a fifth of it apart"
+        assert (options.min_replicas, options.num_replicas) == (2, 3)
+
+    @pytest.mark.parametrize("name", sorted(NOT_FOR_STAGES))
+    def test_what_means_nothing_says_why(self, name: str):
+        (line,) = problems(stage("talker", {"autoscaling_config": {"max_replicas": 8, name: 3}}))
+        assert line.startswith(
+            f"deploy_config: stages.talker.deployment.autoscaling_config: {name}: {NOT_FOR_STAGES[name]}, got "
+        )
+
+    def test_the_ingress_scales_as_serve_does(self):
+        """It holds each request once, so their number says what it has to do."""
+        block = {"max_replicas": 4, "target_ongoing_requests": 100}
+        options = app(ingress={"deployment": {"autoscaling_config": block}}).ingress.derived
+        assert options.serve["autoscaling_config"].policy.is_default_policy_function()
+        assert options.serve["autoscaling_config"].target_ongoing_requests == 100
+
+    def test_no_stage_goes_to_zero(self):
+        (line,) = problems(stage("talker", {"autoscaling_config": {"min_replicas": 0}}))
+        assert "autoscaling_config.min_replicas: input should be greater than or equal to 1" in line
+
     def test_a_typo_is_not_dropped(self):
         """Ray's own model ignores unknown keys: ``max_replica: 8`` silently meant one replica."""
         assert problems(stage("talker", {"autoscaling_config": {"max_replica": 8}})) == [
             "deploy_config: stages.talker.deployment.autoscaling_config.max_replica: unknown key 'max_replica'; did "
-            f"you mean 'max_replicas'? {known(AutoscalingConfig)}"
+            f"you mean 'max_replicas'? {known(StageAutoscaling)}"
         ]
 
     def test_a_typo_in_logging_config_is_found_before_anything_starts(self):
@@ -378,9 +407,9 @@ BLOCKS = {
     "top": known(DeployConfig),
     "ingress": known(IngressConfig),
     "sampling": known(SamplingParams),
-    "deployment": known(DeploymentBlock),
+    "deployment": known(StageDeployment),
     "actor": known(RayActorOptions),
-    "autoscaling": known(AutoscalingConfig),
+    "autoscaling": known(StageAutoscaling),
     "engine": known(ThinkerOptions),
     "faults": known(Faults),
 }
@@ -418,10 +447,10 @@ ingress: {max_audio_second: 10, deployment: {num_replica: 3}}
             f"F: stages.thinker.engine.faults.fail: unknown key 'fail'; did you mean 'fail_at'? {BLOCKS['faults']}",
             f"F: stages.thinker.engine.max_num_seq: unknown key 'max_num_seq'; did you mean 'max_num_seqs'? "
             f"{BLOCKS['engine']}",
-            "F: stages.thinker.deployment.autoscaling_config.max_replica: unknown key 'max_replica'; did you mean "
-            f"'max_replicas'? {BLOCKS['autoscaling']}",
             "F: stages.thinker.deployment.ray_actor_options.num_gpu: unknown key 'num_gpu'; did you mean 'num_gpus'? "
             f"{BLOCKS['actor']}",
+            "F: stages.thinker.deployment.autoscaling_config.max_replica: unknown key 'max_replica'; did you mean "
+            f"'max_replicas'? {BLOCKS['autoscaling']}",
             "F: stages.thinker.deployment.num_replica: unknown key 'num_replica'; did you mean 'num_replicas'? "
             f"{BLOCKS['deployment']}",
         ],
@@ -484,8 +513,8 @@ ingress:
             "F: stages.thinker.deployment: num_replicas and autoscaling_config exclude each other; keep one",
             "F: stages.thinker.deployment.ray_actor_options.num_gpus: 1.5 is neither a fraction nor whole",
             "F: stages.thinker.deployment.max_replicas_per_node: not combinable with a placement group (num_gpus)",
-            "F: stages.talker.deployment.autoscaling_config: max_replicas (2) must be greater than or equal to "
-            "min_replicas (5)!, got {'min_replicas': 5, 'max_replicas': 2}",
+            "F: stages.talker.deployment.autoscaling_config: min_replicas <= initial_replicas <= max_replicas does not "
+            "hold, got {'min_replicas': 5, 'max_replicas': 2}",
             "F: stages.code2wav.deployment.placement_group_strategy: has no effect without num_gpus",
             "F: ingress.deployment: num_replicas and autoscaling_config exclude each other; keep one",
         ],

@@ -98,6 +98,8 @@ class RampThinker(PerRequestModel):
 class RampTalker(PerRequestModel):
     """``frames_per_token`` frames ``(tag, frame number)`` per row, then the end."""
 
+    frame_rate = SAMPLE_RATE / SAMPLES_PER_FRAME
+
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         assert isinstance(context.options, TalkerOptions)
