@@ -3,9 +3,12 @@
     request (ingress, child of the client's traceparent)
       hop ...                       one for each message that came from the last stage
       code2wav
-        queue, first output, hop ...
+        queue, upstream, prefill, hop ...
         talker
           ...
+
+``queue`` lasts until the engine has a place and asks for input, ``upstream`` until the first input comes (a stage that
+is fed by the request itself has none), ``prefill`` until the first output.
 
 A stage's span is a child of its consumer's, as streams are opened. The spans inside are made at the end of a run, from
 the instants that ``Watch`` noted, so that a run costs nothing more while it computes. Where spans go is OpenTelemetry's
@@ -123,8 +126,12 @@ class RunTrace:
     def _inner_spans(self, watch: Watch) -> None:
         if watch.asked is not None:
             self._child("queue", watch.wall(watch.began), watch.wall(watch.asked))
+            ready = watch.asked
+            if watch.fed is not None:
+                self._child("upstream", watch.wall(watch.asked), watch.wall(watch.fed))
+                ready = watch.fed
             if watch.first is not None:
-                self._child("first output", watch.wall(watch.asked), watch.wall(watch.first))
+                self._child("prefill", watch.wall(ready), watch.wall(watch.first))
         for hop in self._hops:
             attributes = {
                 "omni_ray.from_stage": hop.producer,

@@ -81,7 +81,7 @@ def attribute(span: Span, name: str) -> Any:
 
 
 async def test_one_request_one_tree(serving: Serving, collector: Collector) -> None:
-    """client -> request -> code2wav -> talker -> thinker; queue, first output and hops inside; instants in order."""
+    """client -> request -> code2wav -> talker -> thinker; queue, upstream, prefill and hops inside, in order."""
     app = serving("ramp", CONFIG)
     await ask(app, chat("one two three"), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01")
     stages = ("request", "code2wav", "talker", "thinker")
@@ -95,12 +95,12 @@ async def test_one_request_one_tree(serving: Serving, collector: Collector) -> N
         assert {attribute(hop, "from_stage") for hop in hops} == {producer.name}
         assert all(0 <= hop.end_time_unix_nano - hop.start_time_unix_nano < 5e9 for hop in hops)
     for stage in chain[1:]:
-        queue, first = (
-            next(s for s in spans if s.name == name and s.parent_span_id == stage.span_id)
-            for name in ("queue", "first output")
-        )
-        assert stage.start_time_unix_nano <= queue.end_time_unix_nano == first.start_time_unix_nano
-        assert first.end_time_unix_nano <= stage.end_time_unix_nano
+        names = ["queue", "prefill"] if stage.name == "thinker" else ["queue", "upstream", "prefill"]
+        inside = [next(s for s in spans if s.name == n and s.parent_span_id == stage.span_id) for n in names]
+        assert all(a.end_time_unix_nano == b.start_time_unix_nano for a, b in itertools.pairwise(inside))
+        assert all(s.start_time_unix_nano <= s.end_time_unix_nano for s in inside)
+        assert stage.start_time_unix_nano <= inside[0].start_time_unix_nano
+        assert inside[-1].end_time_unix_nano <= stage.end_time_unix_nano
         assert attribute(stage, "outcome") == "finished"
     assert len({attribute(span, "request_id") for span in chain}) == 1
     assert {event.name for event in chain[0].events} == {"first audio", "first text"}
