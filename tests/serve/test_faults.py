@@ -240,18 +240,26 @@ async def test_a_poison_request_kills_at_most_two_replicas(serving: Serving) -> 
     assert len(before - app.settled("talker", 3)) <= 2
 
 
-async def test_overload_is_refused_before_anything_starts(serving: Serving) -> None:
-    """C59: a full last stage refuses with 503 and Retry-After before the thinker starts; nothing is half answered."""
+@pytest.fixture
+def small(serving: Serving) -> Served:
+    """One place and two in line for the codec, ten for all; three seconds of silence are too many."""
     engine = {"allow_request_faults": True}
-    app = serving(
+    return serving(
         "ramp",
         {
             "stages": {
                 "thinker": {"engine": engine},
                 "code2wav": {"engine": {**engine, "max_num_seqs": 1, "max_queue": 2}},
-            }
+            },
+            "streaming": {"first_chunk_timeout_s": 3, "idle_timeout_s": 3},
+            "ingress": {"max_concurrent_requests": 10},
         },
     )
+
+
+async def test_overload_is_refused_before_anything_starts(small: Served) -> None:
+    """C59: a full last stage refuses with 503 and Retry-After before the thinker starts; nothing is half answered."""
+    app = small
     started = app.states("thinker")[0].started
     async with app.async_client() as client:
         body = chat("one two three", stream=False, ramp={"thinker": {"delay_ms": 100}})
@@ -261,6 +269,25 @@ async def test_overload_is_refused_before_anything_starts(serving: Serving) -> N
     assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 503)
     assert app.states("thinker")[0].started - started == 3
     idle(app)
+
+
+async def test_a_stage_that_falls_silent_is_given_up(small: Served) -> None:
+    """C08: before its first event and in mid-stream. Until then requests hold their places, and one more is refused."""
+    silent = [chat(LONG, modalities=["text"], audio=None, ramp={"thinker": {"hang_at": at}}) for at in (0, 3) * 5]
+    async with small.async_client() as client:
+        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in silent]
+        await asyncio.to_thread(wait_until, lambda: small.states("thinker")[0].ongoing == 10, 2.5)
+        surplus = await client.post("/v1/chat/completions", json=chat())
+        assert (surplus.status_code, surplus.headers["retry-after"]) == (503, "1")
+        assert "already works on 10 requests" in surplus.json()["error"]["message"]
+        answers = await asyncio.gather(*asked)
+    for early, late in zip(answers[::2], answers[1::2], strict=True):
+        assert early.status_code == 504
+        *said, error = parse_sse(late.text)
+        assert heard(said) == (b"", "word word word")
+        assert error["error"]["code"] == 504
+        assert error["error"]["message"] == "stage thinker sent nothing for 3 s"
+    idle(small)
 
 
 async def test_latent_refs_are_freed(serving: Serving) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,10 @@ async def check_usage(client: Any, reference: Reference) -> None:
 async def test_streams_equal_upstream(
     serving: Serving, tiny: Path, references: dict[str, Reference], replicas: int
 ) -> None:
-    """Text, several turns, sound and image: alone and all at once, streamed and not, greedy text, codes, waveform."""
+    """Text, several turns, sound and image: alone and all at once, streamed and not, greedy text, codes, waveform.
+
+    Beside them clients leave, which nobody hears (C11).
+    """
     app: Served = serving("qwen3_omni", config(tiny, replicas))
 
     async def ask(client: Any, kind: str, stream: bool) -> None:
@@ -208,10 +212,16 @@ async def test_streams_equal_upstream(
         message = response.json()["choices"][0]["message"]
         check(reference, base64.b64decode(message["audio"]["data"]), message["content"])
 
+    async def leave(client: Any, kind: str, after_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await ask(client, kind, True)
+
     async with app.async_client(timeout=120) as client:
         for kind in KINDS:
             await ask(client, kind, True)
-        await asyncio.gather(*(ask(client, kind, stream) for kind in KINDS for stream in (True, False)))
+        leavers = [leave(client, kind, 0.3 * n) for n, kind in enumerate(KINDS)]
+        await asyncio.gather(*(ask(client, kind, stream) for kind in KINDS for stream in (True, False)), *leavers)
         voices = (await client.get("/v1/audio/voices")).json()
         assert sorted(voices["voices"]) == ["chelsie", "ethan"]
         await check_usage(client, references["text"])

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -179,18 +180,38 @@ async def one_shot_parts(request: Any) -> tuple[Any, list[Any]]:
 
 
 async def test_concurrent_answers_are_what_they_are_alone(app: Served) -> None:
-    """C02: text and speech of request k among others equal request k alone; latents return to the store's baseline."""
+    """C02, C11, C38: four chats and four speeches, in other voices, formats and with other seeds, while others leave.
+
+    Everybody gets what he gets alone; latents return to the store's baseline.
+    """
     import ray
 
+    speech = {"model": "voice_chat", "input": "We all say this.", "voice": "alloy", "response_format": "pcm", "seed": 1}
+    others = [{}, {"seed": 2}, {"voice": "coral", "response_format": "flac"}, {"input": "But I say this. And that."}]
     async with app.async_client() as client:
         bodies = [chat(q, seed=k, max_tokens=16) for k, q in enumerate(QUESTIONS[:4])]
 
         async def ask(body: dict[str, Any]) -> tuple[bytes, str]:
             return heard(parse_sse((await client.post("/v1/chat/completions", json=body)).text))
 
+        async def speak(other: dict[str, Any]) -> bytes:
+            response = await client.post("/v1/audio/speech", json={**speech, **other})
+            assert response.status_code == 200, response.text
+            return response.content
+
+        async def leave(after_s: float) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(after_s):
+                    await client.post("/v1/audio/speech", json={**speech, "input": "I am gone before I said it. " * 9})
+
         alone = [await ask(body) for body in bodies]
+        spoken_alone = [await speak(other) for other in others]
         free = ray.available_resources()["object_store_memory"]
-        together = await asyncio.gather(*(ask(body) for body in bodies))
+        spoken, _, *together = await asyncio.gather(
+            asyncio.gather(*map(speak, others)), asyncio.gather(*map(leave, (0.1, 0.5))), *map(ask, bodies)
+        )
+    assert spoken == spoken_alone
+    assert len(set(spoken)) == len(others)
     assert [pcm for pcm, _ in together if not pcm] == []
     for (pcm, text), (pcm_alone, text_alone) in zip(together, alone, strict=True):
         if text == text_alone:  # in default mode arithmetic may differ with the batch; the sound of a text may not

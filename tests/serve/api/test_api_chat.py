@@ -482,7 +482,9 @@ async def test_stream_that_ends_without_every_finish_is_an_error() -> None:
     ids=["snapshot", "rate", "channels", "nan"],
 )
 async def test_broken_audio_fails_the_request(broken: AudioChunk) -> None:
-    fake = FakeDispatcher(script=[*text("x"), audio(10)[0], OutputEvent("talker", broken)])
+    """The stream ends well, so nothing but the broken chunk can be the reason."""
+    first, end = audio(10)
+    fake = FakeDispatcher(script=[*text("x"), first, OutputEvent("talker", broken), end])
     check_error(await post(fake, {**CH, **BOTH}), 500)
 
 
