@@ -28,6 +28,7 @@ OMNI_PIPELINES: dict[str, str] = {
     "cascade": "omni_ray.cascade:resolve",
     "csm": "omni_ray.models.csm.pipeline:PIPELINE",
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
+    "qwen2_5_omni": "omni_ray.models.qwen2_5_omni.pipeline:resolve",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
     "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
     "voice_chat": "omni_ray.models.voice_chat.pipeline:PIPELINE",
@@ -46,6 +47,9 @@ _MODELS: dict[str, str] = {
     "CsmTalker": "omni_ray.models.csm.talker:CsmTalker",
     "CsmCode2Wav": "omni_ray.models.csm.code2wav:CsmCode2Wav",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.model:MossTTSNano",
+    "Qwen2_5OmniThinker": "omni_ray.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
+    "Qwen2_5OmniTalker": "omni_ray.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
+    "Qwen2_5OmniToken2Wav": "omni_ray.models.qwen2_5_omni.token2wav:Qwen2_5OmniToken2Wav",
     "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
     "Qwen3OmniThinkerVLLM": "omni_ray.models.qwen3_omni.vllm_thinker:Qwen3OmniThinkerVLLM",
     "Qwen3OmniTalker": "omni_ray.models.qwen3_omni.talker:Qwen3OmniTalker",
@@ -77,6 +81,9 @@ ENGINES: dict[str, EngineEntry] = {
     "ar": EngineEntry("omni_ray.engine.ar:AREngine", "omni_ray.engine.options:AROptions"),
     "codec": EngineEntry("omni_ray.engine.codec:CodecEngine", "omni_ray.engine.options:CodecOptions"),
     "generator": EngineEntry("omni_ray.engine.generator:GeneratorEngine", "omni_ray.engine.options:GeneratorOptions"),
+    "latent_text": EngineEntry(
+        "omni_ray.models.qwen2_5_omni.latent_engine:LatentTextEngine", "omni_ray.engine.options:AROptions"
+    ),
     "per_request": EngineEntry(
         "omni_ray.engine.per_request:PerRequestEngine", "omni_ray.engine.options:PerRequestOptions"
     ),
