@@ -61,7 +61,14 @@ class AREngine(Engine):
         self._fed = isinstance(model, CodecLM)
         self._encoding = Threads(self._admission, 1, f"encode-{self._name}")
         self._steps = _steps(self._name, model, options)
-        self._decode_loop = DecodeLoop(self._name, self._steps, options.max_num_seqs, options.deterministic, self._post)
+        self._decode_loop = DecodeLoop(
+            self._name,
+            self._steps,
+            options.max_num_seqs,
+            options.deterministic,
+            self._post,
+            self._admission.calling,
+        )
 
     async def start(self) -> None:
         """Start the thread and load the model on it.

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec
 
@@ -41,12 +42,22 @@ class Letter:
 class DecodeLoop:
     """``start`` the thread, ``submit`` rows, ``feed`` and ``end_feed`` them, ``cancel`` them, ``stop``."""
 
-    def __init__(self, name: str, steps: Steps, slots: int, deterministic: bool, post: Callable[[Mail], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        steps: Steps,
+        slots: int,
+        deterministic: bool,
+        post: Callable[[Mail], None],
+        busy: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """``post`` is called on the loop's thread, once for all that a step or a piece of a prompt made.
 
-        The last news that a row ever gets is a ``Finish`` or an exception, unless it was cancelled.
+        The last news that a row ever gets is a ``Finish`` or an exception, unless it was cancelled. ``busy`` is held
+        around each call that computes: a hung one must not look idle because its clients gave up.
         """
         self._name = name
+        self._busy = busy
         self._post = post
         self._steps = steps
         self._deterministic = deterministic
@@ -200,7 +211,8 @@ class DecodeLoop:
             self._alone(row, self._prefill_piece, row)
 
     def _join(self, row: Row) -> None:
-        self._steps.join(row)
+        with self._busy():
+            self._steps.join(row)
         for item in row.early:
             self._feed(row, item)
         row.early.clear()
@@ -209,7 +221,8 @@ class DecodeLoop:
 
     def _prefill_piece(self, row: Row) -> None:
         end = _piece_end(row)
-        result = self._steps.prefill(row, end)
+        with self._busy():
+            result = self._steps.prefill(row, end)
         row.computed = end
         if end < row.length:
             self._mail.append((row, ()))
@@ -227,7 +240,8 @@ class DecodeLoop:
 
     def _replay(self, row: Row) -> None:
         end = min(row.recorded, row.replayed + PREFILL_CHUNK)
-        self._steps.catch_up(row, end)
+        with self._busy():
+            self._steps.catch_up(row, end)
         row.replayed = end
         self._mail.append((row, ()))
 
@@ -238,7 +252,8 @@ class DecodeLoop:
         if not rows or (self._prefilling and all(row.lead.ahead() for row in rows)):
             return
         try:
-            results = self._steps.step(rows)
+            with self._busy():
+                results = self._steps.step(rows)
             check_length("a step", len(rows), len(results))
         except BatchLengthError as error:
             for row in rows:
@@ -255,7 +270,8 @@ class DecodeLoop:
             self._alone(row, self._advance, row, own)
 
     def _step_alone(self, row: Row) -> None:
-        (result,) = self._steps.step([row])
+        with self._busy():
+            (result,) = self._steps.step([row])
         self._advance(row, result)
 
     def _advance(self, row: Row, result: Any) -> None:

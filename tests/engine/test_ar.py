@@ -517,6 +517,20 @@ async def test_hung_step_is_unhealthy_and_idle_is_not(start: Any) -> None:
     await engine.check_health()
 
 
+async def test_a_hung_step_is_unhealthy_although_its_clients_give_up_sooner(start: Any) -> None:
+    """C09: each of them gave up before ``stall_s`` and took the hang along: the replica was never replaced."""
+    engine = await start(stall_s=0.2)
+    Toy.latest.gate = threading.Semaphore(0)
+    for _ in range(6):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(collect(run(engine, Ask(ids("ab")))), 0.06)
+    with pytest.raises(StageFailedError, match="hangs"):
+        await engine.check_health()
+    Toy.latest.gate.release(10**6)
+    assert (await collect(run(engine, Ask(ids("ab")))))[0] == "ab"
+    await engine.check_health()
+
+
 async def test_slow_reader_is_not_a_hung_engine(start: Any) -> None:
     engine = await start(stall_s=0.05)
     outputs = run(engine, Ask(ids("abc")))
