@@ -130,28 +130,32 @@ class _Writer:
         self._sent_at = asyncio.get_running_loop().time()
 
     async def write(self, piece: bytes) -> None:
-        for start in range(0, len(piece), BLOCK_BYTES):
-            await self._body(piece[start : start + BLOCK_BYTES], more=True)
+        async with self._lock:  # of the whole piece: a comment line inside an event would break it
+            for start in range(0, len(piece), BLOCK_BYTES):
+                await self._body(piece[start : start + BLOCK_BYTES], more=True)
 
     async def end(self) -> None:
-        await self._body(b"", more=False)
+        async with self._lock:
+            await self._body(b"", more=False)
 
     async def _body(self, piece: bytes, more: bool) -> None:
-        async with self._lock:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._send({"type": "http.response.body", "body": piece, "more_body": more})
-            except TimeoutError:
-                raise SlowReaderError(f"the client took nothing for {self._timeout_s:g} s") from None
-            except OSError as error:
-                raise ClientDisconnect() from error
-            self._sent_at = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        except TimeoutError:
+            raise SlowReaderError(f"the client took nothing for {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise ClientDisconnect() from error
+        self._sent_at = asyncio.get_running_loop().time()
 
     async def ping(self) -> None:
         while True:
             left = self._sent_at + HEARTBEAT_S - asyncio.get_running_loop().time()
             if left > 0:
                 await asyncio.sleep(left)
+            elif self._lock.locked():
+                async with self._lock:
+                    pass  # a piece is on its way, which says more than a comment
             else:
                 await self.write(sse.PING)
 

@@ -13,6 +13,8 @@ from api_fakes import FULL, FakeDispatcher, Step, audio, check_error, client_of,
 
 from omni_ray.config.ingress import IdleTimeouts, IngressConfig
 from omni_ray.engine.types import AudioChunk
+from omni_ray.serve.api import live
+from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.events import OutputEvent
 
 CHAT = "/v1/chat/completions"
@@ -68,6 +70,29 @@ async def test_a_slow_reader_that_goes_on_reading_gets_everything() -> None:
             await asyncio.sleep(0.02)
         assert time.monotonic() - started > 1.2
     assert bytes(received[-8_000_000:]) == pcm(0, 4_000_000)
+
+
+async def test_no_heartbeat_comes_inside_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long event goes out in blocks; to a reader that paused, the comment line came between two of them."""
+    monkeypatch.setattr(live, "HEARTBEAT_S", 0.02)
+    event, sent = b"data: " + b"x" * 200_000 + b"\n\n", list[bytes]()
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.05)
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def answer() -> live.Answer:
+        yield live.Head("text/event-stream", heartbeat=True)
+        yield event
+        await asyncio.sleep(0.2)
+        yield event
+
+    await live.LiveResponse(answer(), RequestInfo(), IngressConfig())({}, receive, send)
+    assert b"".join(sent).count(event) == 2
+    assert b": ping\n\n" in sent
 
 
 async def test_the_bytes_of_an_answer_are_capped() -> None:
