@@ -38,10 +38,10 @@ class Transcript:
         if response_format == "text":
             return _TEXT, f"{self._text()}\n".encode()
         if response_format == "srt":
-            cues = (f"{i}\n{_times(s, ',')}\n{s.text}\n" for i, s in enumerate(self._segments, 1))
+            cues = (f"{i}\n{_times(s, ',')}\n{_cue(s)}\n" for i, s in enumerate(self._segments, 1))
             return "application/x-subrip; charset=utf-8", "\n".join(cues).encode()
         if response_format == "vtt":
-            cues = (f"{_times(s, '.')}\n{s.text}\n" for s in self._segments)
+            cues = (f"{_times(s, '.')}\n{_cue(s)}\n" for s in self._segments)
             return "text/vtt; charset=utf-8", "\n".join(("WEBVTT\n", *cues)).encode()
         duration = round(self._duration_s, 3)
         body: dict[str, Any] = {"text": self._text(), "usage": {"type": "duration", "seconds": duration}}
@@ -67,6 +67,11 @@ class Transcript:
             "compression_ratio": 1.0,
             "no_speech_prob": 0.0,
         }
+
+
+def _cue(segment: TranscriptChunk) -> str:
+    """The text of a subtitle: an empty line would end it, and an arrow be read as the next one's times."""
+    return " ".join(segment.text.split()).replace("-->", "->")
 
 
 def _times(segment: TranscriptChunk, point: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -70,6 +71,10 @@ async def _read_form(body: Body) -> FormData:
         raise InvalidRequestError(
             f"the content type {shown(body.content_type)} is not supported; send multipart/form-data"
         )
+    _, options = parse_options_header(body.headers["content-type"])
+    if (charset := options.get(b"charset", b"utf-8").lower()) not in (b"utf-8", b"utf8"):
+        # Python knows codecs that are no text encoding, or raise whatever they like
+        raise InvalidRequestError(f"the form's charset {shown(charset.decode('latin-1'))} is not supported; send utf-8")
     async with contextlib.aclosing(body.pieces()) as pieces:
         try:
             return await _MemoryParser(body.headers, pieces, max_files=4, max_fields=64).parse()

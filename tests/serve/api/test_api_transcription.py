@@ -75,6 +75,13 @@ async def test_text_shapes(format: str, content_type: str, body: str) -> None:
     assert response.text == body
 
 
+async def test_a_subtitle_is_never_broken_by_its_text() -> None:
+    fake = FakeDispatcher(script=transcript("a\n\nb", "00:01.000 --> 00:02.000"))
+    body = (await post(fake, {"response_format": "vtt"})).text
+    assert body.count("-->") == 2
+    assert [block.splitlines()[-1] for block in body.split("\n\n")] == ["WEBVTT", "a b", "00:01.000 -> 00:02.000"]
+
+
 async def test_stream() -> None:
     """Deltas, put together, are the text: segments have no blanks of their own."""
     response = await post(heard(), {"stream": "true"})
@@ -135,6 +142,10 @@ async def test_forms_that_are_none() -> None:
         check_error(await client.post(URL, content=b"x", headers=kind), 400)
         kind = {"content-type": "multipart/form-data; boundary=b"}
         check_error(await client.post(URL, content=b"--b\r\ngarbage", headers=kind), 400, "model")
+        part = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+        for charset, param in (("undefined", None), ("utf-16", None), ('"a\0b"', None), ("UTF-8", "file")):
+            kind = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+            check_error(await client.post(URL, content=part, headers=kind), 400, param)
         check_error(await client.post(URL, files={"file": ("a", CLIP)}), 400, "model")
         check_error(await client.post(URL, files={"file": (None, "text"), "model": (None, "m")}), 400, "file")
         kinds = {"file": ("a.wav", wav(np.zeros(99), format="FLAC")), "model": (None, "m")}
