@@ -55,6 +55,6 @@ class Watch:
                 self.playback.arrived(time.monotonic(), len(output.frames) / self.frame_rate)
         elif isinstance(output, TextChunk):
             if self.first_text is None:
-                self.first_text = self.first
+                self.first_text = time.monotonic()
         elif isinstance(output, Finish):
             self.usage = output.usage
