@@ -517,6 +517,16 @@ async def test_hung_step_is_unhealthy_and_idle_is_not(start: Any) -> None:
     await engine.check_health()
 
 
+@pytest.mark.parametrize(
+    "said", [{"temperature": 1e-320}, {"temperature": 1e-40}, {"repetition_penalty": 0.01}, {"top_k": 10**30}]
+)
+def test_extreme_parameters_draw_a_token(said: dict[str, float]) -> None:
+    """Logits divided by them must not overflow: the answer then was the server's error, about NaN."""
+    sampler = Sampler.of(Request("r", 1, sampling=SamplingParams(**{"top_p": 1e-9, **said})))
+    logits = torch.tensor([300.0, -31.0, 299.0])
+    assert draw(sampler.penalised(logits, torch.tensor([0, 1]))[None], [sampler], [0]) == [0]
+
+
 async def test_a_hung_step_is_unhealthy_although_its_clients_give_up_sooner(start: Any) -> None:
     """C09: each of them gave up before ``stall_s`` and took the hang along: the replica was never replaced."""
     engine = await start(stall_s=0.2)

@@ -526,7 +526,7 @@ stages:
   thinker:
     deployment: {num_replicas: auto, ray_actor_options: {num_cpus: two, resources: {tpu: many}, memory: .inf}}
     engine: {max_num_seqs: 0, queue_timeout_s: .inf}
-    sampling: {temperature: 3, top_p: 0, stop: "###", max_tokens: 1.5}
+    sampling: {temperature: 3, top_p: -1, stop: "###", max_tokens: 1.5}
   talker:
     engine: {name: [ar]}
   code2wav:
@@ -536,7 +536,7 @@ ingress: {retry: sometimes, deployment: []}
         [
             "F: load_format: input should be 'auto' or 'dummy', got 'gguf'",
             "F: stages.thinker.sampling.temperature: input should be less than or equal to 2, got 3",
-            "F: stages.thinker.sampling.top_p: input should be greater than 0, got 0",
+            "F: stages.thinker.sampling.top_p: input should be greater than or equal to 0, got -1",
             "F: stages.thinker.sampling.max_tokens: input should be a valid integer, got a number with a fractional "
             "part, got 1.5",
             "F: stages.thinker.sampling.stop: input should be a valid tuple, got '###'",

@@ -27,9 +27,10 @@ def read_messages(
     """
     clips: list[EncodedClip] = []
     most = limits.max_request_text_chars
-    read = tuple(_message(message, f"messages[{i}]", limits, clips) for i, message in enumerate(messages))
+    last = len(messages) - 1
+    read = tuple(_message(m, f"messages[{i}]", limits, clips, i == last) for i, m in enumerate(messages))
     if read[-1].role == "assistant":
-        param = f"messages[{len(read) - 1}].role"
+        param = f"messages[{last}].role"
         raise InvalidRequestError(f"{param}: the last message must not be the assistant's", param)
     if sum(len(part.text) for m in read for part in m.content if isinstance(part, TextPart)) > most:
         raise InvalidRequestError(
@@ -38,7 +39,7 @@ def read_messages(
     return read, tuple(clips)
 
 
-def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: list[EncodedClip]) -> Message:
+def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: list[EncodedClip], last: bool) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
         raise _error(f"{where}.role", f"{shown(message.role)} is not supported here; roles: {', '.join(_ROLES)}")
@@ -52,10 +53,11 @@ def _message(message: ChatMessage, where: str, limits: IngressConfig, clips: lis
         )
     content = tuple(_part(part, role, f"{where}.content[{i}]", limits, clips) for i, part in enumerate(message.content))
     texts = [part.text for part in content if isinstance(part, TextPart)]
-    if len(texts) == len(content) and is_blank("".join(texts)):
-        raise _error(f"{where}.content", "is empty")
     if sum(map(len, texts)) > limits.max_text_chars:
         raise _error(f"{where}.content", f"has more than the {limits.max_text_chars} characters allowed")
+    # A chat goes on after an answer that was broken off before its first word; only a question must be one.
+    if (role == "user" or last) and len(texts) == len(content) and is_blank("".join(texts)):
+        raise _error(f"{where}.content", "is empty")
     return Message(role, content)
 
 

@@ -19,7 +19,7 @@ from omni_ray.serve.api.media import EncodedClip
 from omni_ray.serve.api.priority import CHAT, priority_of
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.sampling import unread_sampling
-from omni_ray.serve.api.service import MAX_TOKENS, Service
+from omni_ray.serve.api.service import Service
 from omni_ray.serve.api.voices import resolve_voice
 from omni_ray.serve.planner import Plan
 
@@ -152,14 +152,13 @@ def _sampling(body: ChatBody) -> SamplingParams:
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise InvalidRequestError("max_tokens: differs from max_completion_tokens", "max_tokens")
-    limit = next(iter(limits), None)
     try:
         return SamplingParams(
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
             repetition_penalty=body.repetition_penalty,
-            max_tokens=None if limit is None else min(limit, MAX_TOKENS),
+            max_tokens=next(iter(limits), None),
             stop=None if body.stop is None else tuple(body.stop),
             ignore_eos=body.ignore_eos,
         )

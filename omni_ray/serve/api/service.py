@@ -26,7 +26,6 @@ from omni_ray.serve.events import OutputEvent
 from omni_ray.serve.planner import Plan
 
 MAX_SEED = 2**63 - 1
-MAX_TOKENS = 2**31 - 1  # larger numbers mean "no limit" and are clamped, so that no engine overflows
 MAX_PRIORITY = 2**31 - 1
 
 

@@ -18,7 +18,7 @@ from omni_ray.serve.api.errors import invalid, shown
 from omni_ray.serve.api.priority import SPEECH, WHOLE_SPEECH, priority_of
 from omni_ray.serve.api.request_log import RequestInfo
 from omni_ray.serve.api.sampling import unread_sampling
-from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED, MAX_TOKENS, Service, is_blank
+from omni_ray.serve.api.service import MAX_PRIORITY, MAX_SEED, Service, is_blank
 from omni_ray.serve.api.voices import resolve_voice
 from omni_ray.serve.planner import Plan
 
@@ -159,13 +159,13 @@ def _check_rate(rate: int, format: str, delivery: Delivery) -> None:
 
 def _sampling(body: SpeechBody) -> SamplingParams:
     said = body.extra_params or SamplingParams()
-    limit = said.max_tokens if body.max_new_tokens is None else body.max_new_tokens
-    if said.max_tokens not in (None, limit):
-        raise InvalidRequestError("max_new_tokens: differs from extra_params.max_tokens", "max_new_tokens")
     try:
-        return SamplingParams(max_tokens=None if limit is None else min(limit, MAX_TOKENS)).over(said)
+        given = SamplingParams(max_tokens=body.max_new_tokens)
     except ValidationError as error:
         raise InvalidRequestError(f"max_new_tokens: {invalid(error).message[12:]}", "max_new_tokens") from error
+    if None not in (given.max_tokens, said.max_tokens) and given.max_tokens != said.max_tokens:
+        raise InvalidRequestError("max_new_tokens: differs from extra_params.max_tokens", "max_new_tokens")
+    return given.over(said)
 
 
 def _known_but_ignored(body: SpeechBody, priority: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ from api_fakes import (
 )
 
 from omni_ray.config.ingress import IngressConfig
+from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.types import AudioChunk, MediaPart, TextPart
 from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageFailedError, StageTimeoutError
 from omni_ray.serve.api import live
@@ -98,9 +99,9 @@ async def post(fake: FakeDispatcher, body: Any) -> Any:
         ({"temperature": "1.5"}, 400, "temperature"),
         ({"temperature": True}, 400, "temperature"),
         ({"temperature": 2.01}, 400, "temperature"),
-        ({"top_p": 0}, 400, "top_p"),
+        ({"top_p": -0.1}, 400, "top_p"),
         ({"top_k": 0}, 400, "top_k"),
-        ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+        ({"repetition_penalty": 0.001}, 400, "repetition_penalty"),
         ({"ignore_eos": "yes"}, 400, "ignore_eos"),
         ({"stop": [""]}, 400, "stop[0]"),
         ({"stop": 3}, 400, "stop"),
@@ -390,6 +391,30 @@ async def test_audio_elsewhere_than_in_user_messages() -> None:
     check_error(await post(FakeDispatcher(), body), 400, "messages[0].content[0]")
     body = {**CH, "messages": [{"role": "user", "content": [part]}]}
     check_error(await post(FakeDispatcher(TEXT_ONLY), body), 400, "messages")
+
+
+@pytest.mark.parametrize("role", ["assistant", "system"])
+async def test_blank_messages_of_others_than_the_user(role: str) -> None:
+    """Clients send back answers that were broken off before their first word; OpenAI takes them."""
+    fake = FakeDispatcher(script=text_first())
+    blank, question = {"role": role, "content": ""}, {"role": "user", "content": "x"}
+    assert (await post(fake, {**CH, "messages": [blank, question]})).status_code == 200
+    given = [(m.role, m.content) for m in fake.requests[0].messages]
+    assert given == [(role, (TextPart(""),)), ("user", (TextPart("x"),))]
+    check_error(await post(fake, {**CH, "messages": [{"role": "system", "content": " "}]}), 400, "messages[0].content")
+    blank["role"] = "user"
+    check_error(await post(fake, {**CH, "messages": [blank, question]}), 400, "messages[0].content")
+
+
+async def test_numbers_that_no_engine_could_compute_with() -> None:
+    """The smallest and largest numbers a client may send mean what they come closest to: greedy, no limit."""
+    fake = FakeDispatcher(script=text_first())
+    extreme = {"temperature": 1e-320, "top_p": 0, "top_k": 10**30, "max_tokens": 10**30, "repetition_penalty": 0.01}
+    assert (await post(fake, {**CH, **extreme})).status_code == 200
+    [request] = fake.requests
+    most = 2**31 - 1
+    expected = SamplingParams(temperature=0, top_p=1e-6, top_k=most, max_tokens=most, repetition_penalty=0.01)
+    assert request.sampling == expected
 
 
 async def test_limits() -> None:
