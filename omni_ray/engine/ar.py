@@ -61,14 +61,11 @@ class AREngine(Engine):
         self._fed = isinstance(model, CodecLM)
         self._encoding = Threads(self._admission, 1, f"encode-{self._name}")
         self._steps = _steps(self._name, model, options)
-        self._decode_loop = DecodeLoop(
-            self._name,
-            self._steps,
-            options.max_num_seqs,
-            options.deterministic,
-            self._post,
-            self._admission.calling,
-        )
+        self._decode_loop = self._loop_of(self._steps, options)
+
+    def _loop_of(self, steps: Steps, options: AROptions) -> DecodeLoop:
+        busy = self._admission.calling
+        return DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic, self._post, busy)
 
     async def start(self) -> None:
         """Start the thread and load the model on it.

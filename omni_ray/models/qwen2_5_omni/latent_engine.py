@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from omni_ray.engine.ar import AREngine
-from omni_ray.engine.ar_loop import DecodeLoop
 from omni_ray.engine.ar_model import ARModel
 from omni_ray.engine.ar_row import Advance, Row
 from omni_ray.engine.ar_text import Drawn, TextSteps
@@ -64,4 +63,4 @@ class LatentTextEngine(AREngine):
         assert isinstance(options, AROptions)
         assert isinstance(model, LatentTextModel)
         self._steps = LatentSteps(model, options)
-        self._decode_loop = DecodeLoop(self._name, self._steps, options.max_num_seqs, options.deterministic, self._post)
+        self._decode_loop = self._loop_of(self._steps, options)
