@@ -56,13 +56,15 @@ class ThinkerOptions(PerRequestOptions):
 class TalkerOptions(PerRequestOptions):
     """``frames_per_token`` code frames per token; with ``pace_ms`` they come on an even schedule, as a GPU's would.
 
-    ``resumable: false`` stands for an engine whose requests cannot go on in another replica.
+    ``resumable: false`` stands for an engine whose requests cannot go on in another replica, ``loads: false`` for a
+    version whose weights do not load.
     """
 
     max_num_seqs: int = Field(default=64, ge=1)
     frames_per_token: int = Field(default=3, ge=1)
     pace_ms: float = Field(default=0, ge=0)
     resumable: bool = True
+    loads: bool = True
     faults: Faults = Faults()
     allow_request_faults: bool = False
 

@@ -104,9 +104,12 @@ class RampTalker(PerRequestModel):
         super().__init__(context)
         assert isinstance(context.options, TalkerOptions)
         self.resumable = "replay" if context.options.resumable else "none"
+        self._loads = context.options.loads
 
     def load(self) -> None:
-        """Nothing to load."""
+        """Nothing to load; with ``loads: false`` not even that is possible."""
+        if not self._loads:
+            raise ValueError("the talker's weights do not load")
 
     async def generate(
         self,
