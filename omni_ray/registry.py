@@ -25,6 +25,7 @@ from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 
 OMNI_PIPELINES: dict[str, str] = {
+    "any_thinker": "omni_ray.models.any_thinker.pipeline:resolve",
     "cascade": "omni_ray.cascade:resolve",
     "csm": "omni_ray.models.csm.pipeline:PIPELINE",
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
@@ -36,6 +37,8 @@ OMNI_PIPELINES: dict[str, str] = {
 """Pipeline name -> dotted path of a ``PipelineConfig``, or of a resolver ``(hf_config: dict) -> PipelineConfig``."""
 
 _MODELS: dict[str, str] = {
+    "AnyThinker": "omni_ray.models.any_thinker.thinker:AnyThinker",
+    "AnyThinkerVLLM": "omni_ray.models.any_thinker.vllm_thinker:AnyThinkerVLLM",
     "RampThinker": "omni_ray.models.ramp.stages:RampThinker",
     "RampTalker": "omni_ray.models.ramp.stages:RampTalker",
     "RampCode2Wav": "omni_ray.models.ramp.code2wav:RampCode2Wav",

@@ -7,7 +7,7 @@ from typing import Any
 
 from omni_ray.config.pipeline import PipelineConfig
 from omni_ray.errors import ConfigError
-from omni_ray.registry import OMNI_PIPELINES, declared_at, is_pipeline, load_plugins, read_hf_config
+from omni_ray.registry import OMNI_PIPELINES, declared_at, import_dotted, is_pipeline, load_plugins, read_hf_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ def select_for_checkpoint(model: str) -> Selection:
     """The registered pipeline for a checkpoint: by architecture, by model type, or by the directory's name.
 
     An earlier rule wins: Qwen3-Omni's architecture is not overruled by a directory that somebody called otherwise.
+    Where no rule finds one, pipelines with a ``fallback`` are asked whether they can serve it nevertheless.
 
     Args:
         model: checkpoint directory or hub id, of which ``config.json`` alone is read.
@@ -56,6 +57,7 @@ def select_for_checkpoint(model: str) -> Selection:
     model_type = hf_config.get("model_type")
     basename = Path(model).name
     by_architecture, by_type, by_basename = [], [], []
+    fallbacks: dict[str, str] = {}
     for name, path in sorted(OMNI_PIPELINES.items()):
         declared = declared_at(path, {})  # the default variant: a resolver need not survive another model's config
         if set(declared.hf_architectures) & set(architectures):
@@ -64,12 +66,18 @@ def select_for_checkpoint(model: str) -> Selection:
             by_type.append(name)
         if _names_it(declared, basename):
             by_basename.append(name)
+        if declared.fallback is not None:
+            fallbacks[name] = declared.fallback
     rules = (
         (by_architecture, f"architecture {', '.join(architectures)}"),
         (by_type, f"model_type {model_type}"),
         (by_basename, f"directory name {basename}"),
     )
     fits, reason = next(((found, why) for found, why in rules if found), ([], ""))
+    if not fits:
+        asked = {name: import_dotted(path)(hf_config) for name, path in fallbacks.items()}
+        fits = [name for name, why in asked.items() if why]
+        reason = " and by ".join(asked[name] for name in fits)
     if len(fits) == 1:
         return Selection(fits[0], model, reason)
     seen = f"architectures {list(architectures)}, model_type {model_type!r}, directory name {basename!r}"

@@ -165,6 +165,8 @@ class PipelineConfig(StrictModel):
         hf_architectures: checkpoint architectures that select it.
         hf_model_types: checkpoint ``model_type`` values that select it, where no architecture does.
         checkpoint_basenames: checkpoint directory names, in any case, that select it where neither does.
+        fallback: dotted path of a function ``(config.json) -> reason or None``: why it can serve a checkpoint that none
+            of these names of any pipeline selects, told to people; None if it cannot.
         prepare: dotted path of a function ``(progress) -> model directory`` that makes the weights from installed
             packages when no ``model`` is given; None if a model must be given or none is needed.
         checkpoints: kinds of checkpoint that can be made (``tiny``, ``dummy``); for each the dotted path of a
@@ -188,6 +190,7 @@ class PipelineConfig(StrictModel):
     hf_architectures: tuple[str, ...] = ()
     hf_model_types: tuple[str, ...] = ()
     checkpoint_basenames: tuple[str, ...] = ()
+    fallback: str | None = None
     prepare: str | None = None
     checkpoints: dict[str, str] = Field(default_factory=dict)
     untried: str | None = Field(default=None, min_length=1)

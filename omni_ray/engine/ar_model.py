@@ -97,10 +97,12 @@ class ARModel(SlotModel):
     Attributes:
         stop_ids: tokens that end an answer: the union of all sources in the checkpoint, set by ``load``. None may be
             assumed: id 0 is an ordinary token in many vocabularies (cases.md C24).
+        max_positions: of prompt and answer together, if the model has fewer than ``max_model_len``; set by ``load``.
     """
 
     encodes_apart = True
     stop_ids: frozenset[int]
+    max_positions: int | None = None
 
     def penalised(self, prompt: Any) -> Sequence[int]:
         """The prompt's token ids, for the repetition penalty. Prepared prompts that are no list of ids override it."""
@@ -109,6 +111,10 @@ class ARModel(SlotModel):
     @abstractmethod
     def detokenize(self, token_id: int) -> bytes:
         """UTF-8 bytes of a token, possibly a part of a character; empty for special tokens."""
+
+    def detokenizer(self) -> Callable[[int], bytes]:
+        """What turns one answer's tokens, given in order, into bytes: where a token's text depends on those before."""
+        return self.detokenize
 
     @abstractmethod
     def prefill(self, slot: int, ids: Any, start: int) -> Tensor:

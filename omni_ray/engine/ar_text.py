@@ -10,6 +10,7 @@ from torch import Tensor
 from omni_ray.engine.ar_model import ARModel
 from omni_ray.engine.ar_row import Advance, Row, Steps
 from omni_ray.engine.batches import check_length
+from omni_ray.engine.prompts import room_for_answer
 from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
 from omni_ray.engine.text_answer import TextAnswer
 from omni_ray.engine.types import PromptChunk, Usage
@@ -39,15 +40,17 @@ class Drawn:
 
 
 class TextSteps(Steps):
-    """See ``Steps``. ``max_tokens`` is clamped to what ``max_model_len`` leaves."""
+    """See ``Steps``. ``max_tokens`` is clamped to what ``max_model_len`` and the model leave."""
 
     model: ARModel
 
     def set_up(self, row: Row) -> None:
         """See ``Steps.set_up``."""
         sampling = row.request.sampling
+        if self.model.max_positions is not None:
+            row.limit = min(row.limit, room_for_answer(row.length, self.model.max_positions))
         row.limit = min(sampling.max_tokens or row.limit, row.limit)
-        answer = TextAnswer(self.model.detokenize, self.model.stop_ids, sampling, row.limit)
+        answer = TextAnswer(self.model.detokenizer(), self.model.stop_ids, sampling, row.limit)
         state = TextState(Sampler.of(row.request), answer)
         if state.sampler.repetition_penalty != 1:
             state.seen = torch.tensor([*self.model.penalised(row.prepared), *[0] * row.limit])

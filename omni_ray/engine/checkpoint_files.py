@@ -23,7 +23,7 @@ from omni_ray.errors import ConfigError
 
 Progress = Callable[[str], None]
 
-HUB_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+HUB_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

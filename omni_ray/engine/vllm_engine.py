@@ -122,7 +122,7 @@ class VLLMEngine(Engine):
         prompt = await asyncio.to_thread(self._model.encode, given)
         room = room_for_answer(len(prompt.ids), self._options.max_model_len)
         limit = min(request.sampling.max_tokens or room, room)
-        answer = TextAnswer(self._model.detokenize, self._model.stop_ids, request.sampling, limit)
+        answer = TextAnswer(self._model.detokenizer(), self._model.stop_ids, request.sampling, limit)
         known = resume.token_ids
         rendered = await self._rendered(prompt, known)
         recorded: list[Output] = [*(self._chunks(known, answer) if resume.finish is None else resume.text)]

@@ -5,7 +5,7 @@ and hidden rows into chunks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,10 @@ class VLLMModel(ABC):
     @abstractmethod
     def detokenize(self, token_id: int) -> bytes:
         """UTF-8 bytes of a token, possibly a part of a character; empty for special tokens."""
+
+    def detokenizer(self) -> Callable[[int], bytes]:
+        """See ``ARModel.detokenizer``."""
+        return self.detokenize
 
     def prompt_outputs(self, prompt: VLLMPrompt, rows: NDArray[np.float32] | None, limit: int) -> Sequence[Chunk]:
         """What the stage gives out besides text, before any token.
