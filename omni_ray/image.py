@@ -1,7 +1,7 @@
-"""Decoding pictures (Pillow); the only place that touches image formats. Knows no requests, stages or HTTP."""
+"""Decoding and encoding pictures (Pillow); the only place that touches their formats. Knows no requests or stages."""
 
 import io
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ from omni_ray.errors import InvalidRequestError
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """What OpenAI's API takes. Pillow knows many more formats, among them some that run other programs."""
+
+ImageFormat = Literal["png", "jpeg", "webp"]
+"""Of pictures that are sent."""
 
 
 def decode_image(data: bytes, *, param: str, max_pixels: int) -> NDArray[np.uint8]:
@@ -47,3 +50,19 @@ def decode_image(data: bytes, *, param: str, max_pixels: int) -> NDArray[np.uint
         raise InvalidRequestError(
             f"'{param}' is not a decodable picture, or is damaged; send png, jpeg, webp or gif", param
         ) from error
+
+
+def encode_image(pixels: NDArray[np.uint8], format: ImageFormat, *, quality: int = 100) -> bytes:
+    """A file of one picture. CPU work, so the caller keeps it off the event loop.
+
+    Args:
+        pixels: uint8 RGB [height, width, 3].
+        format: of the file. png keeps every pixel, the others lose some.
+        quality: of jpeg and webp, 0 to 100.
+    """
+    from PIL import Image
+
+    file = io.BytesIO()
+    lossy = {} if format == "png" else {"quality": quality}
+    Image.fromarray(pixels).save(file, format=format.upper(), **lossy)
+    return file.getvalue()

@@ -28,6 +28,7 @@ OMNI_PIPELINES: dict[str, str] = {
     "any_thinker": "omni_ray.models.any_thinker.pipeline:resolve",
     "cascade": "omni_ray.cascade:resolve",
     "csm": "omni_ray.models.csm.pipeline:PIPELINE",
+    "diffusion": "omni_ray.models.diffusion.pipeline:PIPELINE",
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
     "qwen2_5_omni": "omni_ray.models.qwen2_5_omni.pipeline:resolve",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
@@ -49,6 +50,7 @@ _MODELS: dict[str, str] = {
     "HibariCodec": "omni_ray.models.voice_chat.code2wav:HibariCodec",
     "CsmTalker": "omni_ray.models.csm.talker:CsmTalker",
     "CsmCode2Wav": "omni_ray.models.csm.code2wav:CsmCode2Wav",
+    "DiffusersTextToImage": "omni_ray.models.diffusion.model:DiffusersTextToImage",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.model:MossTTSNano",
     "Qwen2_5OmniThinker": "omni_ray.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "Qwen2_5OmniTalker": "omni_ray.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
@@ -83,6 +85,7 @@ class EngineEntry:
 ENGINES: dict[str, EngineEntry] = {
     "ar": EngineEntry("omni_ray.engine.ar:AREngine", "omni_ray.engine.options:AROptions"),
     "codec": EngineEntry("omni_ray.engine.codec:CodecEngine", "omni_ray.engine.options:CodecOptions"),
+    "diffusion": EngineEntry("omni_ray.engine.diffusion:DiffusionEngine", "omni_ray.engine.options:DiffusionOptions"),
     "generator": EngineEntry("omni_ray.engine.generator:GeneratorEngine", "omni_ray.engine.options:GeneratorOptions"),
     "latent_text": EngineEntry(
         "omni_ray.models.qwen2_5_omni.latent_engine:LatentTextEngine", "omni_ray.engine.options:AROptions"
@@ -96,6 +99,7 @@ ENGINES: dict[str, EngineEntry] = {
 _DEFAULT_ENGINE = {
     StageExecutionType.LLM_AR: "ar",
     StageExecutionType.LLM_GENERATION: "codec",
+    StageExecutionType.DIFFUSION: "diffusion",
 }
 
 
@@ -269,9 +273,7 @@ def engine_entry(stage: StagePipelineConfig, chosen: str | None = None) -> tuple
     Raises:
         ConfigError: the choice is not among those the pipeline allows, or unknown.
     """
-    declared = stage.engine or _DEFAULT_ENGINE.get(stage.execution_type)
-    if declared is None:
-        raise ConfigError([f"stage {stage.name!r}: execution type {stage.execution_type.value} has no default engine"])
+    declared = stage.engine or _DEFAULT_ENGINE[stage.execution_type]
     name = chosen or declared
     allowed = (declared, *stage.engine_choices)
     if name not in allowed:

@@ -224,13 +224,11 @@ class TestModels:
 class TestEngines:
     """Which engine a stage gets, and its option model."""
 
-    @pytest.mark.parametrize(("kind", "name"), [("llm_ar", "ar"), ("llm_generation", "codec")])
+    @pytest.mark.parametrize(
+        ("kind", "name"), [("llm_ar", "ar"), ("llm_generation", "codec"), ("diffusion", "diffusion")]
+    )
     def test_execution_type_gives_the_default(self, kind: str, name: str):
         assert engine_entry(stage(execution_type=kind)) == (name, ENGINES[name])
-
-    def test_no_default(self):
-        expected = "stage 'talker': execution type diffusion has no default engine"
-        assert problems(lambda: engine_entry(stage(execution_type="diffusion"))) == (expected,)
 
     def test_deploy_config_chooses_among_the_allowed(self):
         two = stage(engine_choices=("per_request",))

@@ -68,10 +68,11 @@ class IdleTimeouts(StrictModel):
     text: float = Field(default=60, gt=0)
     audio: float = Field(default=60, gt=0)
     transcript: float = Field(default=60, gt=0)
+    image: float = Field(default=60, gt=0)
 
     def of(self, kind: OutputKind) -> float:
         """The limit of one kind."""
-        return {"text": self.text, "audio": self.audio, "transcript": self.transcript}[kind]
+        return {"text": self.text, "audio": self.audio, "transcript": self.transcript, "image": self.image}[kind]
 
 
 class IngressConfig(StrictModel):
@@ -85,12 +86,14 @@ class IngressConfig(StrictModel):
         max_body_mb, max_audio_mb: body and single decoded media part.
         max_image_mpixels: all pictures of one request together, in millions of pixels.
         max_video_seconds, max_video_mpixels: longest video; frames taken of all videos of one request together.
+        max_images, max_made_mpixels, max_steps: pictures to make for one request, millions of pixels and steps of each.
         max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
         max_request_text_chars, max_media_parts: all text, and all media, of one request together.
         body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
         send_timeout_s: longest time in which a client takes nothing of its answer; then its stream is stopped. Only
             HAProxy mode shows us a slow reader; Serve's own proxy keeps what was made.
-        max_answer_mb: encoded sound of one answer, streamed or not: what a proxy may have to keep for a slow reader.
+        max_answer_mb: encoded sound or pictures of one answer, streamed or not: what a proxy may have to keep for a
+            slow reader.
         idle_timeout_s: longest silence of each kind of output.
         max_bodies_mb: bodies that one ingress replica reads or decodes at once; beyond it requests are answered 503.
         max_media_mb: decoded media that one ingress replica holds at once; beyond it requests are answered 503.
@@ -115,6 +118,9 @@ class IngressConfig(StrictModel):
     max_image_mpixels: float = Field(default=32, gt=0)
     max_video_seconds: float = Field(default=120, gt=0)
     max_video_mpixels: float = Field(default=64, gt=0)
+    max_images: int = Field(default=10, ge=1)
+    max_made_mpixels: float = Field(default=4.2, gt=0)
+    max_steps: int = Field(default=100, ge=1)
     max_messages: int = Field(default=1000, ge=1)
     max_text_chars: int = Field(default=100_000, ge=1)
     max_speech_chars: int = Field(default=4096, ge=1)

@@ -16,8 +16,8 @@ from omni_ray.config.sampling import SamplingParams
 REQUEST = "request"
 """The source name of an edge that is fed by the request itself."""
 
-OutputKind = Literal["text", "audio", "transcript"]
-RequestPart = Literal["messages", "input_audio", "input_image", "input_video", "speech_text"]
+OutputKind = Literal["text", "audio", "transcript", "image"]
+RequestPart = Literal["messages", "input_audio", "input_image", "input_video", "speech_text", "image_prompt"]
 
 
 _MADE_FROM: dict[str, OutputKind] = {"speech_text": "text", "messages": "transcript"}

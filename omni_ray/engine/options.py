@@ -110,3 +110,24 @@ class CodecLMOptions(AROptions):
 
     base_frames: int = Field(default=50, ge=1)
     frames_per_unit: int = Field(default=15, ge=1)
+
+
+class DiffusionOptions(EngineOptions):
+    """Options of the diffusion engine.
+
+    Attributes:
+        max_num_seqs: pictures computed at once; each has a thread and a schedule of its own, never a batch in common.
+        device: torch's name, ``cpu`` or ``cuda``.
+        dtype: of all weights.
+        threads: torch threads on CPU.
+        num_inference_steps, guidance_scale: for requests that name none; None is what diffusers' pipeline does by
+            itself. A distilled checkpoint wants few steps and often no guidance.
+    """
+
+    max_num_seqs: int = Field(default=1, ge=1)
+    reserved_seqs: int | None = Field(default=0, ge=0)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = Field(default=1, ge=1)
+    num_inference_steps: int | None = Field(default=None, ge=1)
+    guidance_scale: float | None = Field(default=None, ge=0)

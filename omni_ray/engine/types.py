@@ -73,6 +73,30 @@ An ``AudioClip`` with the index of a video is that video's sound, to be heard wi
 
 
 @dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """What pictures a request asks for; None is the model's own default.
+
+    Attributes:
+        text: what is to be seen. negative: what is not.
+        count: how many; picture i is the one that the seed + i gives alone.
+        width, height: in pixels, either both or none.
+        steps: of denoising, for each picture.
+        guidance_scale, true_cfg_scale: how closely the text is followed, as diffusers' pipelines call it.
+        previews: of each picture, as it looks between its steps.
+    """
+
+    text: str
+    negative: str | None = None
+    count: int = 1
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    previews: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What every stage may know of a request. Immutable; engines keep nothing of it when it is over.
 
@@ -82,7 +106,7 @@ class Request:
         seed: always set; with a position it is the whole state of the request's randomness.
         priority: smaller is served first.
         served_s: audio seconds already served to this request's API key (fair sharing within a priority).
-        messages, speech_text: the chat, or the text of a speech request.
+        messages, speech_text, image_prompt: the chat, or the text of a speech request, or the pictures to make.
         voice: canonical voice name, or None for the pipeline's default.
         speed: speech rate, 1.0 is normal.
         language: ISO 639-1 code the client named, or None.
@@ -98,6 +122,7 @@ class Request:
     served_s: float = 0.0
     messages: tuple[Message, ...] = ()
     speech_text: str | None = None
+    image_prompt: ImagePrompt | None = None
     voice: str | None = None
     speed: float = 1.0
     language: str | None = None
@@ -187,12 +212,46 @@ class AudioChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class StepChunk:
+    """A step of denoising is done: number ``step`` (from 1) of ``steps``. ``position`` counts those of all pictures."""
+
+    position: int
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChunk:
+    """Rows of a picture that has ``height`` of them, uint8 RGB ``pixels`` [n, width, 3].
+
+    ``position`` is the index of the first row in the stage's whole output, previews included; ``row`` is its index in
+    its own picture. ``preview``: the picture is not finished.
+    """
+
+    position: int
+    pixels: NDArray[np.uint8]
+    row: int
+    height: int
+    preview: bool = False
+
+    @property
+    def ends_picture(self) -> bool:
+        """Whether these are the picture's last rows."""
+        return self.row + len(self.pixels) == self.height
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one stage: ``audio_tokens`` are code frames or latent rows that became sound."""
+    """Token counts of one stage.
+
+    ``audio_tokens`` are code frames or latent rows that became sound, ``image_tokens`` places of a latent that became
+    pictures (previews do not count).
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     audio_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,5 +262,5 @@ class Finish:
     usage: Usage = Usage()
 
 
-Chunk = PromptChunk | TextChunk | TranscriptChunk | LatentChunk | CodeFrameChunk | AudioChunk
+Chunk = PromptChunk | TextChunk | TranscriptChunk | LatentChunk | CodeFrameChunk | AudioChunk | StepChunk | ImageChunk
 Output = Chunk | Finish

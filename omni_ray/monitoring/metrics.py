@@ -116,6 +116,11 @@ STAGE_READY = Metric(
     "1 if the stage answered the ingress's last ping, else 0", labels=("of_stage",), by=("of_stage",),
 )  # fmt: skip
 
+IMAGES = Metric(
+    "images", "counter", "", "Requests", "Pictures",
+    "finished pictures that reached the ingress", by=("pipeline",), rare=True,
+)  # fmt: skip
+
 # --- stages, per request ---
 
 STAGE_REQUESTS = Metric(
@@ -146,6 +151,11 @@ GENERATION_TOKENS = Metric(
 AUDIO_TOKENS = Metric(
     "audio_tokens", "counter", "tokens", "Stages", "Code frames per second",
     "code frames made or decoded by runs that finished, as the engine counts them",
+)  # fmt: skip
+
+IMAGE_TOKENS = Metric(
+    "image_tokens", "counter", "tokens", "Stages", "Image tokens per second",
+    "places of a latent that became pictures, of runs that finished", rare=True,
 )  # fmt: skip
 
 # --- stages, right now ---

@@ -30,6 +30,7 @@ _ROUTES: Final[dict[str, sse.Route]] = {
     "/chat/completions": "chat",
     "/audio/speech": "speech",
     "/audio/transcriptions": "transcription",
+    "/images/generations": "images",
 }
 _LOST: Final = "the server process that worked on this request is gone"
 

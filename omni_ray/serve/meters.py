@@ -64,6 +64,7 @@ class StageMeters:
         self._prompt_tokens = _counter(metrics.PROMPT_TOKENS, labels)
         self._generation_tokens = _counter(metrics.GENERATION_TOKENS, labels)
         self._audio_tokens = _counter(metrics.AUDIO_TOKENS, labels)
+        self._image_tokens = _counter(metrics.IMAGE_TOKENS, labels)
         self._running = _gauge(metrics.STAGE_RUNNING_REQUESTS, labels)
         self._waiting = _gauge(metrics.STAGE_WAITING_REQUESTS, labels)
         self._oldest_wait = _gauge(metrics.STAGE_OLDEST_WAIT_S, labels)
@@ -89,6 +90,7 @@ class StageMeters:
                 (self._prompt_tokens, watch.usage.prompt_tokens),
                 (self._generation_tokens, watch.usage.completion_tokens),
                 (self._audio_tokens, watch.usage.audio_tokens),
+                (self._image_tokens, watch.usage.image_tokens),
             ):
                 if count:
                     counter.inc(count)
@@ -145,6 +147,7 @@ class IngressMeters:
         self._streams = _counter(metrics.AUDIO_STREAMS, labels)
         self._continuous = _counter(metrics.AUDIO_CONTINUITY_OK, labels)
         self._seconds = _counter(metrics.AUDIO_SECONDS, labels)
+        self._images = _counter(metrics.IMAGES, labels)
 
     def request_ended(self, route: str, outcome: str, seconds: float) -> None:
         """An HTTP request is over."""
@@ -156,6 +159,8 @@ class IngressMeters:
         """What the graph answered has been taken to its end, or to where it broke."""
         if watch.first_text is not None:
             self._ttft.observe(watch.first_text - watch.began)
+        if watch.images:
+            self._images.inc(watch.images)
         sound = watch.playback
         if sound.first is None or sound.last is None:
             return

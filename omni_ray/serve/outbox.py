@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
-from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk
+from omni_ray.engine.types import AudioChunk, CodeFrameChunk, ImageChunk, LatentChunk, Output
 from omni_ray.serve.events import Event, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.records import merged
 
@@ -94,11 +95,22 @@ class Outbox:
         return batches
 
 
-def split_audio(chunk: AudioChunk, max_bytes: int) -> Iterator[AudioChunk]:
-    """``chunk`` in pieces of at most ``max_bytes``: one event must fit into one message."""
-    frames = max(1, max_bytes // (chunk.samples.nbytes // len(chunk.samples)))
-    for start in range(0, len(chunk.samples), frames):
-        yield AudioChunk(chunk.position + start, chunk.samples[start : start + frames], chunk.sample_rate)
+def pieces_of(output: Output) -> Iterator[Output]:
+    """``output``; sound and pictures of more than ``MAX_BATCH_BYTES`` in pieces, as an event must fit in a message."""
+    match output:
+        case AudioChunk(samples=array) | ImageChunk(pixels=array) if array.nbytes > MAX_BATCH_BYTES:
+            size = max(1, MAX_BATCH_BYTES // (array.nbytes // len(array)))
+            for start in range(0, len(array), size):
+                yield _piece(output, start, start + size)
+        case _:
+            yield output
+
+
+def _piece(chunk: AudioChunk | ImageChunk, start: int, end: int) -> AudioChunk | ImageChunk:
+    position = chunk.position + start
+    if isinstance(chunk, AudioChunk):
+        return replace(chunk, position=position, samples=chunk.samples[start:end])
+    return replace(chunk, position=position, pixels=chunk.pixels[start:end], row=chunk.row + start)
 
 
 def nbytes_of(event: Event) -> int:
@@ -106,7 +118,12 @@ def nbytes_of(event: Event) -> int:
     if not isinstance(event, OutputEvent | RecordEvent):
         return 0
     match event.output:
-        case AudioChunk(samples=array) | LatentChunk(rows=array) | CodeFrameChunk(frames=array):
+        case (
+            AudioChunk(samples=array)
+            | LatentChunk(rows=array)
+            | CodeFrameChunk(frames=array)
+            | ImageChunk(pixels=array)
+        ):
             return array.nbytes
         case _:
             return 0

@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.resume import Resume
-from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, Output, TextChunk, TranscriptChunk
+from omni_ray.engine.types import (
+    AudioChunk,
+    CodeFrameChunk,
+    Finish,
+    ImageChunk,
+    Output,
+    StepChunk,
+    TextChunk,
+    TranscriptChunk,
+)
 from omni_ray.errors import StageFailedError
 from omni_ray.serve.events import Record, RecordEvent
 
@@ -66,6 +75,7 @@ class StageRecord:
         self._frames: list[NDArray[np.int64]] = []
         self._frame_count = 0
         self._samples = 0
+        self._rows = self._steps = 0  # of pictures, and of their denoising
         self._finish: Finish | None = None
 
     def restart(self) -> None:
@@ -95,6 +105,13 @@ class StageRecord:
                     return None
                 self._transcripts.append(output)
                 self.nbytes += len(output.text.encode()) + 32
+                return output
+            case ImageChunk():
+                return self._new_rows(output)
+            case StepChunk():
+                if self._skip(output.position, 1, self._steps):
+                    return None
+                self._steps += 1
                 return output
             case Finish():
                 known, self._finish = self._finish, self._finish or output
@@ -136,6 +153,13 @@ class StageRecord:
         if not skipped:
             return chunk
         return AudioChunk(chunk.position + skipped, chunk.samples[skipped:], chunk.sample_rate)
+
+    def _new_rows(self, chunk: ImageChunk) -> ImageChunk | None:
+        skipped = self._skip(chunk.position, len(chunk.pixels), self._rows)
+        if skipped == len(chunk.pixels):
+            return None
+        self._rows = chunk.position + len(chunk.pixels)
+        return replace(chunk, position=chunk.position + skipped, pixels=chunk.pixels[skipped:], row=chunk.row + skipped)
 
     def _new_frames(self, chunk: CodeFrameChunk) -> CodeFrameChunk | None:
         skipped = self._skip(chunk.position, len(chunk.frames), self._frame_count)

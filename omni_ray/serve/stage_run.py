@@ -10,10 +10,11 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Any
 
 from omni_ray.config.deploy import StreamingConfig
-from omni_ray.config.pipeline import REQUEST, Edge, RequestPart, StagePipelineConfig
+from omni_ray.config.pipeline import REQUEST, Edge, OutputKind, RequestPart, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine
 from omni_ray.engine.resume import Resume
@@ -24,9 +25,11 @@ from omni_ray.engine.types import (
     Chunk,
     Clip,
     Finish,
+    ImageChunk,
     ImageClip,
     Output,
     Request,
+    StepChunk,
     TextChunk,
     TranscriptChunk,
     VideoClip,
@@ -36,7 +39,7 @@ from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Envelope, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.latents import large, load_clip, load_output, store_output
 from omni_ray.serve.lifeline import ProducerEnd
-from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, split_audio
+from omni_ray.serve.outbox import Outbox, pieces_of
 from omni_ray.serve.planner import PlanStage, feeding_edge
 from omni_ray.serve.records import recordable
 from omni_ray.serve.stage_client import Received, StageClient
@@ -49,7 +52,12 @@ _PARTS: Mapping[type[Clip], RequestPart] = {
     ImageClip: "input_image",
     VideoClip: "input_video",
 }
-_FINAL_CHUNKS = {"text": TextChunk, "audio": AudioChunk, "transcript": TranscriptChunk}
+_FINAL_CHUNKS: Mapping[OutputKind, type | UnionType] = {
+    "text": TextChunk,
+    "audio": AudioChunk,
+    "transcript": TranscriptChunk,
+    "image": StepChunk | ImageChunk,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +216,9 @@ class StageRun:
             event = await store_output(stage, output)
             self._refs.append(weakref.ref(event))
             self._put(event)
-        elif isinstance(output, AudioChunk) and output.samples.nbytes > MAX_BATCH_BYTES:
-            for piece in split_audio(output, MAX_BATCH_BYTES):
-                self.outbox.put(OutputEvent(stage, piece))
         else:
-            self.outbox.put(OutputEvent(stage, output))
+            for piece in pieces_of(output):
+                self.outbox.put(OutputEvent(stage, piece))
 
     def _put(self, event: OutputEvent) -> None:
         """Send an event that may hold a ref; only what is next to go out may be held, so nothing comes between."""

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, Output, TextChunk, Usage
+from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, ImageChunk, Output, TextChunk, Usage
 from omni_ray.playback import Playback
 
 
@@ -18,6 +18,7 @@ class Watch:
         first, first_text: when the first output, and the first text, came.
         usage: what the engine counted; None before its finish.
         playback: the sound.
+        images: finished pictures.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -29,6 +30,7 @@ class Watch:
     first_text: float | None = None
     usage: Usage | None = None
     playback: Playback = field(default_factory=Playback)
+    images: int = 0
 
     def wall(self, instant: float) -> float:
         """``instant`` on the wall clock."""
@@ -56,5 +58,7 @@ class Watch:
         elif isinstance(output, TextChunk):
             if self.first_text is None:
                 self.first_text = time.monotonic()
+        elif isinstance(output, ImageChunk):
+            self.images += output.ends_picture and not output.preview
         elif isinstance(output, Finish):
             self.usage = output.usage

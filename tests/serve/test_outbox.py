@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk, TextChunk
 from omni_ray.serve.events import Event, Opened, OutputEvent
-from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, split_audio
+from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, pieces_of
 
 
 def text(n: int) -> OutputEvent:
@@ -224,7 +224,7 @@ async def test_an_error_before_any_output_shows_nothing() -> None:
 async def test_a_large_chunk_is_cut_to_fit_a_message() -> None:
     """Serve's gRPC messages end at 4 MB: a long chunk leaves in pieces."""
     samples = np.arange(3_000_000, dtype=np.float32)
-    pieces = list(split_audio(AudioChunk(7, samples, 24000), MAX_BATCH_BYTES))
+    pieces = list(pieces_of(AudioChunk(7, samples, 24000)))
     assert all(piece.samples.nbytes <= MAX_BATCH_BYTES for piece in pieces)
     assert [piece.position for piece in pieces] == [7 + n * 250_000 for n in range(12)]
     assert np.array_equal(np.concatenate([piece.samples for piece in pieces]), samples)

@@ -17,6 +17,7 @@ from omni_ray.serve.api.errors import on_http_exception, on_omni_ray_error, on_v
 from omni_ray.serve.api.fetch import MediaFetcher
 from omni_ray.serve.api.gate import Gate
 from omni_ray.serve.api.health import health_routes
+from omni_ray.serve.api.images import image_routes
 from omni_ray.serve.api.incoming import Bodies
 from omni_ray.serve.api.keys import ApiKeys
 from omni_ray.serve.api.models import model_routes
@@ -64,7 +65,7 @@ def make_app(dispatcher: Dispatcher, api_keys: Mapping[str, str], replicas: int 
         info_of(request).api_key = service.keys.check(credentials.credentials if credentials else None)
 
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)], responses=ERRORS)
-    for routes in (chat_routes, speech_routes, transcription_routes, model_routes):
+    for routes in (chat_routes, speech_routes, transcription_routes, image_routes, model_routes):
         v1.include_router(routes(service))
     app.include_router(v1)
     app.include_router(health_routes(service))

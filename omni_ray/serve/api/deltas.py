@@ -1,4 +1,4 @@
-"""A request's events as what an answer is made of: text, segments, encoded sound, and one end after the last of them.
+"""A request's events as what an answer is made of: text, segments, encoded sound, pictures, and one end after them.
 
 Streamed answers send these one by one; a whole answer is literally the same deltas, collected (C18).
 """
@@ -7,8 +7,17 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from omni_ray.config.pipeline import OutputKind
-from omni_ray.engine.types import AudioChunk, Finish, FinishReason, TextChunk, TranscriptChunk
+from omni_ray.engine.types import (
+    AudioChunk,
+    Finish,
+    FinishReason,
+    ImageChunk,
+    StepChunk,
+    TextChunk,
+    TranscriptChunk,
+)
 from omni_ray.errors import StageFailedError
+from omni_ray.serve.api.pictures import Picture, Pictures
 from omni_ray.serve.api.sound import Sound
 from omni_ray.serve.api.usage import UsageTotals
 from omni_ray.serve.events import OutputEvent
@@ -45,7 +54,22 @@ class Ended:
     last: OutputKind
 
 
-Delta = TextDelta | SegmentDelta | AudioDelta | Ended
+@dataclass(frozen=True, slots=True)
+class StepDelta:
+    """Step ``step`` of ``steps`` of a picture is done."""
+
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PictureDelta:
+    """A picture, or what it looks like so far."""
+
+    picture: Picture
+
+
+Delta = TextDelta | SegmentDelta | AudioDelta | StepDelta | PictureDelta | Ended
 
 
 @dataclass(slots=True)
@@ -70,11 +94,14 @@ class _Ends:
         return next((reason for _, reason in said if reason != "stop"), "stop")
 
 
-async def deltas_of(events: AsyncIterator[OutputEvent], plan: Plan, sound: Sound | None) -> AsyncGenerator[Delta, None]:
+async def deltas_of(
+    events: AsyncIterator[OutputEvent], plan: Plan, sound: Sound | None, pictures: Pictures | None = None
+) -> AsyncGenerator[Delta, None]:
     """Deltas of ``events`` in order, then exactly one ``Ended``.
 
     Raises:
-        StageFailedError: the stream ended before every final stage did, or audio came without a ``sound``.
+        StageFailedError: the stream ended before every final stage did, or audio came without a ``sound``, or a picture
+            without ``pictures``.
     """
     ends = _Ends({stage: kind for kind, stage in plan.outputs})
     async for event in events:
@@ -87,6 +114,11 @@ async def deltas_of(events: AsyncIterator[OutputEvent], plan: Plan, sound: Sound
         elif isinstance(output, AudioChunk) and sound is not None:
             if piece := await sound.write(output):
                 yield AudioDelta(piece)
+        elif isinstance(output, StepChunk):
+            yield StepDelta(output.step, output.steps)
+        elif isinstance(output, ImageChunk) and pictures is not None:
+            if (picture := await pictures.add(output)) is not None:
+                yield PictureDelta(picture)
         elif isinstance(output, Finish):
             kind = ends.add(event.stage, output)
             if kind == "audio" and sound is not None and (piece := await sound.finish()):

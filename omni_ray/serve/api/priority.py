@@ -4,7 +4,7 @@ from typing import Final
 
 CHAT: Final = 0
 SPEECH: Final = 1
-"""Also transcriptions."""
+"""Also transcriptions and pictures."""
 WHOLE_SPEECH: Final = 2
 """Speech that is sent in one piece: nobody listens while it is made."""
 

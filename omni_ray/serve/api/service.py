@@ -10,7 +10,7 @@ from typing import Any
 
 from omni_ray.config.pipeline import OutputKind, RequestPart
 from omni_ray.config.sampling import SamplingParams
-from omni_ray.engine.types import Clip, Message, Request
+from omni_ray.engine.types import Clip, ImagePrompt, Message, Request
 from omni_ray.errors import InvalidRequestError, NotFoundError
 from omni_ray.serve.api.errors import shown
 from omni_ray.serve.api.fetch import MediaFetcher
@@ -63,7 +63,7 @@ class Service:
 
     @property
     def max_answer_bytes(self) -> int:
-        """Of encoded sound."""
+        """Of encoded sound or pictures."""
         return int(self.dispatcher.config.max_answer_mb * MB)
 
     def stream(
@@ -104,6 +104,7 @@ class Service:
         sampling: SamplingParams,
         messages: tuple[Message, ...] = (),
         speech_text: str | None = None,
+        image_prompt: ImagePrompt | None = None,
         voice: str | None = None,
         speed: float = 1.0,
         language: str | None = None,
@@ -116,6 +117,7 @@ class Service:
             served_s=info.served_s,
             messages=messages,
             speech_text=speech_text,
+            image_prompt=image_prompt,
             voice=voice,
             speed=speed,
             language=language,

@@ -9,8 +9,8 @@ HEADERS: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-Route = Literal["chat", "speech", "transcription"]
-_ERROR_TYPES: Mapping[Route, str] = {"speech": "speech.audio.error", "transcription": "error"}
+Route = Literal["chat", "speech", "transcription", "images"]
+_ERROR_TYPES: Mapping[Route, str] = {"speech": "speech.audio.error", "transcription": "error", "images": "error"}
 
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
@@ -34,3 +34,8 @@ def failure(route: Route, body: Mapping[str, Any]) -> bytes:
     if route == "chat":
         return data(body) + DONE
     return event({"type": _ERROR_TYPES[route], **body})
+
+
+def comment(words: str) -> bytes:
+    """A line that clients skip and people see."""
+    return f": {words}\n\n".encode()

@@ -13,12 +13,14 @@ class UsageTotals:
     prompt: int = 0
     completion: int = 0
     audio: int = 0
+    image: int = 0
 
     def add(self, usage: Usage) -> None:
         """Counts one stage."""
         self.prompt += usage.prompt_tokens
         self.completion += usage.completion_tokens
         self.audio += usage.audio_tokens
+        self.image += usage.image_tokens
 
 
 def chat_usage(totals: UsageTotals) -> dict[str, Any]:
@@ -46,3 +48,14 @@ def speech_usage(totals: UsageTotals) -> dict[str, Any]:
 def transcript_usage(totals: UsageTotals) -> dict[str, Any]:
     """The usage of ``transcript.text.done``."""
     return {"type": "tokens", **speech_usage(totals)}
+
+
+def image_usage(totals: UsageTotals) -> dict[str, Any]:
+    """Pictures: what goes in is text, what comes out are places of the latent."""
+    return {
+        "input_tokens": totals.prompt,
+        "input_tokens_details": {"image_tokens": 0, "text_tokens": totals.prompt},
+        "output_tokens": totals.image,
+        "output_tokens_details": {"image_tokens": totals.image, "text_tokens": 0},
+        "total_tokens": totals.prompt + totals.image,
+    }
