@@ -16,6 +16,7 @@ from omni_ray.engine.types import AudioClip, Request
 from omni_ray.registry import OmniModelRegistry, import_dotted
 from omni_ray.serve.api.app import make_app
 from omni_ray.serve.dispatcher import Readiness
+from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Envelope, Opened, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.meters import EdgeMeters, Labels
@@ -107,6 +108,7 @@ def chain(app: ResolvedApp, engines: Mapping[str, Engine]) -> LocalDispatcher:
             async_chunk=spec.async_chunk,
             sampling=spec.sampling,
             opened=Opened(stage.name, "local", versions),
+            effort=Effort(),
         )
         clients[stage.name] = LocalClient(parts)
     return LocalDispatcher(app, clients)
