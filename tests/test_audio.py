@@ -103,6 +103,7 @@ def test_c53_base64_forms_that_work(text: str) -> None:
         base64.b64encode(CLIP[:100]).decode().rstrip("="),
         CLIP_TEXT[:41],
         "AA==AAAA",
+        "AAAA-___AAAA",
         "AAAA AAAA",
         "AAAAé===",
         "data:audio/wav," + CLIP_TEXT,
