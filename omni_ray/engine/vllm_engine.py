@@ -55,6 +55,7 @@ class VLLMEngine(Engine):
         self._model: VLLMModel = model
         self._vllm: StartedVLLM | None = None
         self._rows: HiddenRows | None = None
+        self._longest = options.max_model_len
 
     async def start(self) -> None:
         """Read the checkpoint's tokenizer, start vLLM's processes and load the weights.
@@ -63,6 +64,7 @@ class VLLMEngine(Engine):
             ConfigError: with vLLM's own message if it does not start.
         """
         checkpoint = await asyncio.to_thread(self._model.load)
+        self._longest = checkpoint.longest(self._longest)
         self._vllm = await asyncio.to_thread(
             start_vllm, self._name, self._options, checkpoint, self.context.load_format
         )
@@ -120,7 +122,7 @@ class VLLMEngine(Engine):
 
     async def _compute(self, request: Request, given: Any, resume: Resume) -> AsyncGenerator[Output, None]:
         prompt = await asyncio.to_thread(self._model.encode, given)
-        room = room_for_answer(len(prompt.ids), self._options.max_model_len)
+        room = room_for_answer(len(prompt.ids), self._longest)
         limit = min(request.sampling.max_tokens or room, room)
         answer = TextAnswer(self._model.detokenizer(), self._model.stop_ids, request.sampling, limit)
         known = resume.token_ids

@@ -27,11 +27,17 @@ class VLLMCheckpoint:
         architecture: a class of ours that keeps hidden rows (``vllm_compat``), as registered with vLLM; None takes the
             checkpoint's own.
         limit_mm_per_prompt: most media of each kind in one prompt; None for a model that takes text only.
+        max_positions: of prompt and answer together, where the model may have fewer than ``max_model_len``.
     """
 
     directory: Path
     architecture: str | None = None
     limit_mm_per_prompt: Mapping[str, int] | None = None
+    max_positions: int | None = None
+
+    def longest(self, max_model_len: int) -> int:
+        """Positions of prompt and answer together: those asked for, or all that the model has."""
+        return max_model_len if self.max_positions is None else min(max_model_len, self.max_positions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def _arguments(
         "model": str(checkpoint.directory),
         "load_format": load_format,
         "dtype": options.dtype,
-        "max_model_len": options.max_model_len,
+        "max_model_len": checkpoint.longest(options.max_model_len),
         "max_num_seqs": options.max_num_seqs,
         "tensor_parallel_size": options.tensor_parallel_size,
         # one GPU in the engine's own process, several in workers on this node; vLLM's Ray executor would look for a

@@ -28,10 +28,13 @@ from omni_ray.engine.types import (
     AudioClip,
     Clip,
     Finish,
+    ImageChunk,
     ImageClip,
+    ImagePrompt,
     MediaPart,
     Message,
     Request,
+    StepChunk,
     TextChunk,
     TextPart,
     TranscriptChunk,
@@ -84,6 +87,7 @@ class Ask:
             seed=number,
             messages=chat,
             speech_text=text if "speech_text" in self.parts else None,
+            image_prompt=ImagePrompt(text, steps=2) if "image_prompt" in self.parts else None,
             sampling=SAMPLING,
             max_audio_seconds=LONGEST_S,
         )
@@ -128,6 +132,7 @@ class Answer:
     texts: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sound: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    pictures: list[NDArray[np.uint8]] = field(default_factory=list)
     finishes: dict[str, Finish] = field(default_factory=dict)
 
     def add(self, stage: str, output: Any) -> None:
@@ -141,6 +146,11 @@ class Answer:
         elif isinstance(output, AudioChunk):
             assert output.position == len(self.sound)
             self.sound = np.concatenate((self.sound, output.samples)) if len(self.sound) else output.samples
+        elif isinstance(output, ImageChunk):
+            assert output.position == sum(len(rows) for rows in self.pictures)
+            self.pictures.append(output.pixels)
+        elif isinstance(output, StepChunk):
+            assert 0 <= output.step <= output.steps
         elif isinstance(output, TranscriptChunk):
             self.texts[stage] = self.texts.get(stage, "") + output.text
         else:
@@ -154,9 +164,12 @@ class Answer:
                 assert len(self.sound)
             elif kind == "text":
                 assert self.texts[stage]
+            elif kind == "image":
+                assert self.pictures
 
     def same_but_for_sound(self, other: "Answer") -> bool:
-        return (self.texts, self.tokens) == (other.texts, other.tokens)
+        mine, theirs = [np.concatenate(p) if p else np.zeros(0) for p in (self.pictures, other.pictures)]
+        return (self.texts, self.tokens) == (other.texts, other.tokens) and np.array_equal(mine, theirs)
 
     def same(self, other: "Answer") -> bool:
         return (
@@ -258,7 +271,8 @@ def _arguments(pipeline: PipelineConfig, model: Path | None, streamed: bool) -> 
         options["max_num_seqs"] = min(CROWD, stage.limits.max_num_seqs or CROWD)
         if "trust_remote_code" in fields:  # we have made the checkpoint ourselves
             options["trust_remote_code"] = True
-        if "chunk_frames" in fields:
+        model_cls = OmniModelRegistry.load(stage.model_arch)
+        if "chunk_frames" in fields and not (issubclass(model_cls, Codec) and model_cls.streaming == "whole"):
             options["chunk_frames"] = [1, 2, 5] if streamed else [LONGEST_FRAMES]
         stages[stage.name] = {"engine": options}
     config = {"async_chunk": streamed, "stages": stages}
@@ -360,7 +374,7 @@ async def test_a_crowd_changes_nothing_and_hanging_up_leaves_nothing(name: str, 
     alone = [await running.alone(ask, number) for ask, number in members]
     await running.check_idle()
     for ask in kinds:
-        if ask.parts & {"messages", "speech_text"}:  # else a swap of two answers would not show
+        if ask.parts & {"messages", "speech_text", "image_prompt"}:  # else a swap of two answers would not show
             assert not (await running.alone(ask, 0)).same(await running.alone(ask, 1))
     leaving = [running.answer(ask, 2, most=1) for ask in kinds]
     *together, _ = await asyncio.gather(*(running.answer(ask, n) for ask, n in members), asyncio.gather(*leaving))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from omni_ray.engine.ar_model import ARModel
 from omni_ray.engine.checkpoint_files import checkpoint_directory
@@ -20,7 +19,7 @@ from omni_ray.engine.types import Message, TextPart
 from omni_ray.errors import ConfigError
 from omni_ray.models.any_thinker.answer import Answer, Stepwise
 from omni_ray.models.any_thinker.chat import ChatReader, Encoded
-from omni_ray.models.any_thinker.fallback import auto_class
+from omni_ray.models.any_thinker.checkpoint_config import class_of, max_positions, read_config
 from omni_ray.models.any_thinker.options import AnyThinkerOptions
 from omni_ray.models.any_thinker.prompt import ChatPrompt
 
@@ -45,16 +44,11 @@ class AnyThinker(ARModel):
         directory = checkpoint_directory(self.context.model)
         torch.set_num_threads(options.threads)
         trust = options.trust_remote_code
-        try:
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=trust)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                [f"{directory}: transformers cannot read its config: {error}", *_trusted(trust)]
-            ) from error
+        config = read_config(directory, trust_remote_code=trust)
         media = any(isinstance(config.to_dict().get(tower), Mapping) for tower in ("vision_config", "audio_config"))
         self._chat = ChatReader(directory, media, trust)
         self.stop_ids = self._chat.stop_ids
-        self.max_positions = _positions(config.get_text_config(decoder=True))
+        self.max_positions = max_positions(config)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = self._model(directory, config, options)
         self._stepwise = Stepwise(model.eval().requires_grad_(False).to(self._device))
@@ -127,7 +121,7 @@ class AnyThinker(ARModel):
         """The checkpoint as transformers loads it; a missing tensor is an error, not a random one."""
         name = "bfloat16" if options.dtype == "auto" and self._device.type == "cuda" else options.dtype
         dtype, trust = compute_dtype(name), options.trust_remote_code
-        cls = _auto_class(directory, config, trust)
+        cls = class_of(directory, config, trust)
         if self.context.load_format == "dummy":
             with BUILDING:
                 return cls.from_config(config, dtype=dtype, trust_remote_code=trust)
@@ -145,29 +139,3 @@ class AnyThinker(ARModel):
         if missing := sorted(info["missing_keys"]):
             raise ConfigError([f"{directory}: tensors are missing: {', '.join(missing)}"])
         return model
-
-
-def _auto_class(directory: Path, config: Any, trust: bool) -> Any:
-    """What finds the class that computes the checkpoint: in transformers, or in the checkpoint if it is trusted."""
-    if trust and "AutoModelForCausalLM" in (config.to_dict().get("auto_map") or {}):
-        return AutoModelForCausalLM
-    name = (config.architectures or [""])[0]
-    if config.is_encoder_decoder:
-        raise ConfigError([f"{directory}: {name} is an encoder and a decoder; any_thinker serves decoders alone"])
-    if (found := auto_class(name)) is None:
-        raise ConfigError([f"{directory}: transformers has no model {name!r} that writes text", *_trusted(trust)])
-    return found
-
-
-def _positions(config: Any) -> int | None:
-    """How many positions the model has; None for one that needs none."""
-    try:
-        return int(config.max_position_embeddings)
-    except AttributeError:
-        return None
-
-
-def _trusted(trust: bool) -> list[str]:
-    """What may help."""
-    hint = "if it brings its own Python code and you trust it, set stages.thinker.engine.trust_remote_code: true"
-    return [] if trust else [hint]

@@ -8,6 +8,7 @@ from omni_ray.engine.checkpoint_files import checkpoint_directory
 from omni_ray.engine.vllm_model import VLLMCheckpoint, VLLMModel, VLLMPrompt
 from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.any_thinker.chat import ChatReader
+from omni_ray.models.any_thinker.checkpoint_config import max_positions, read_config
 from omni_ray.models.any_thinker.prompt import ChatPrompt
 
 
@@ -22,7 +23,7 @@ class AnyThinkerVLLM(VLLMModel):
         self._chat = ChatReader(directory, False, False)
         self._encoding = threading.Lock()  # tokenizers change their own state for truncation and padding
         self.stop_ids = self._chat.stop_ids
-        return VLLMCheckpoint(directory)
+        return VLLMCheckpoint(directory, max_positions=max_positions(read_config(directory, trust_remote_code=False)))
 
     def encode(self, prompt: Any) -> VLLMPrompt:
         """See ``VLLMModel.encode``."""
