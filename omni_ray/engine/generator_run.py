@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from omni_ray.engine.rng import RequestRandomness
 from omni_ray.engine.types import Request
+from omni_ray.errors import StageFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class GeneratorRun:
         self._free = threading.Semaphore(ahead)
         self._cancelled = threading.Event()
         self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self.closed: asyncio.Future[None] = self._loop.create_future()
         # not the interpreter's to wait for: a step that never returns must not keep a dying replica alive
         threading.Thread(target=self._work, name=f"generator-{request.request_id}", daemon=True).start()
@@ -92,7 +93,7 @@ class GeneratorRun:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Everything the generator yields; raises what it raised."""
         while (item := await self._arrived.get()) is not None:
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             yield item
             self._free.release()
@@ -107,8 +108,10 @@ class GeneratorRun:
             with tempfile.TemporaryDirectory(prefix="omni_ray_") as scratch:
                 self._advance(Job(self._request, self._inputs, Path(scratch)))
             self._tell(None)
-        except BaseException as error:  # whatever upstream raises belongs to this request, not to its thread
+        except Exception as error:
             self._tell(error)
+        except BaseException as error:  # raised on the event loop, upstream's `sys.exit` would end all requests
+            self._tell(StageFailedError(f"the model's generator raised {type(error).__name__}"))
         self._call(self._close)
 
     def _advance(self, job: Job) -> None:
@@ -130,7 +133,7 @@ class GeneratorRun:
         self._free.acquire()
         return not self._cancelled.is_set()
 
-    def _tell(self, item: Piece | BaseException | None) -> None:
+    def _tell(self, item: Piece | Exception | None) -> None:
         self._call(lambda: self._arrived.put_nowait(item))
 
     def _call(self, function: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
@@ -234,6 +235,21 @@ async def test_a_place_is_free_only_when_the_generator_is_closed():
     release.set()
     await idle(made)
     assert len(sound(await collect(made, "third"))) == 2
+
+
+async def test_a_generator_that_exits_ends_its_own_request_only():
+    """``sys.exit`` in a checkpoint's code ended the event loop, and all requests with it."""
+
+    def speak(job: Job) -> Iterator[Piece]:
+        yield piece(0.5)
+        if job.request.request_id == "exits":
+            sys.exit(3)
+
+    made = engine(speak)
+    ends, other = await asyncio.gather(collect(made, "exits"), collect(made, "other"), return_exceptions=True)
+    assert isinstance(ends, StageFailedError)
+    assert sound(other) == [0.5]
+    await idle(made)
 
 
 async def test_a_step_past_its_deadline_fails_the_health_check():
