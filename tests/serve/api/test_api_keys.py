@@ -308,11 +308,12 @@ async def test_an_allowed_origin_may_call_and_read_our_headers() -> None:
             headers={
                 **mine,
                 "access-control-request-method": "POST",
-                "access-control-request-headers": "authorization,content-type",
+                "access-control-request-headers": "authorization,content-type,openai-organization,x-stainless-lang",
             },
         )
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://app.test"
+        assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
         assert "access-control-allow-credentials" not in preflight.headers
         for response in (
             await client.post(CHAT, json=CH, headers={**mine, **bearer("k")}),
