@@ -15,11 +15,13 @@ def health_routes(service: Service) -> APIRouter:
     """The routes; they ask for no key."""
     router = APIRouter(responses=ERRORS)
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> dict[str, str]:
         """Liveness: says nothing about stages."""
         return {"status": "healthy"}
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Readiness: 503 with the stages that do not answer, and why."""

@@ -41,6 +41,7 @@ async def test_health_and_readiness() -> None:
     async with client_of(fake, "key") as client:
         assert (await client.get("/health")).json() == {"status": "healthy"}
         assert (await client.get("/ready")).json()["status"] == "ready"
+        assert [(await client.head(path)).status_code for path in ("/health", "/ready")] == [200, 200]
         fake.ready = Readiness(False, {"talker": "no replica"})
         response = await client.get("/ready")
         assert response.headers["retry-after"] == "1"
