@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
 from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart
+from omni_ray.models.qwen2_5_omni.flow import start_noise
 from omni_ray.models.qwen2_5_omni.prompt import ChatPrompt
+from omni_ray.models.qwen2_5_omni.tiny_config import EOS, MEL, PAD
 
 RATE = 16000
 TOKENS = 14
@@ -96,3 +99,33 @@ def padded(inputs: dict[str, Any]) -> dict[str, Any]:
         "input_ids": torch.cat((torch.zeros_like(ids[:, :1]), ids), 1),
         "attention_mask": torch.cat((torch.zeros_like(mask[:, :1]), mask), 1),
     }
+
+
+@torch.no_grad()
+def monolith(
+    upstream: Any, inputs: dict[str, Any], frames: int, seed: int, end: int | None = None, **more: Any
+) -> tuple[list[int], NDArray[np.int64], NDArray[np.float32]]:
+    """Text, codes [n, 1] and sound of one upstream ``generate``, greedy, whose diffusion starts from our noise."""
+    kept: list[NDArray[np.int64]] = []
+    dit = upstream.token2wav.code2wav_dit_model
+    sample = dit.sample
+
+    def sampled(conditioning: Any, mel: Any, codes: Any, **options: Any) -> Any:
+        kept.append(codes[0, :, None].numpy())
+        noise = torch.from_numpy(start_noise(seed, 2 * codes.shape[1], MEL))[None]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randn", lambda *_, **__: noise)
+            return sample(conditioning, mel, codes, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dit, "sample", sampled)
+        sequences, sound = upstream.generate(
+            **inputs,
+            speaker="Ethan",
+            thinker_max_new_tokens=TOKENS,
+            thinker_do_sample=False,
+            thinker_eos_token_id=end,
+            talker_do_sample=False,
+            **{"talker_max_new_tokens": frames, "talker_eos_token_id": [PAD, EOS], **more},
+        )
+    return sequences[0, inputs["input_ids"].shape[1] :].tolist(), kept[0], sound.numpy()

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import json
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from qwen25_upstream import CHATS, TOKENS, padded, upstream_inputs
+from qwen25_upstream import CHATS, TOKENS, monolith, padded, upstream_inputs
 
 from omni_ray.config.pipeline import StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
@@ -20,7 +21,6 @@ from omni_ray.engine.base import Engine, EngineContext
 from omni_ray.engine.codec import CodecEngine
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, PromptChunk, Request, TextChunk
-from omni_ray.models.qwen2_5_omni.flow import start_noise
 from omni_ray.models.qwen2_5_omni.latent_engine import LatentTextEngine
 from omni_ray.models.qwen2_5_omni.options import TalkerOptions, Token2WavOptions
 from omni_ray.models.qwen2_5_omni.pipeline import TALKER, THINKER, TOKEN2WAV
@@ -28,7 +28,7 @@ from omni_ray.models.qwen2_5_omni.processors import codes_of_talker, talker_inpu
 from omni_ray.models.qwen2_5_omni.prompt import ChatPrompt
 from omni_ray.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 from omni_ray.models.qwen2_5_omni.thinker import Qwen2_5OmniThinker
-from omni_ray.models.qwen2_5_omni.tiny_config import EOS, MEL, PAD
+from omni_ray.models.qwen2_5_omni.tiny_config import PAD
 from omni_ray.models.qwen2_5_omni.token2wav import Qwen2_5OmniToken2Wav
 
 FRAMES = 27
@@ -89,52 +89,63 @@ class Chain:
         return np.concatenate([np.zeros(0, np.float32), *(chunk.samples for chunk in self.all(AudioChunk))])
 
 
-@torch.no_grad()
-def monolith(
-    upstream: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, end: int | None = None, **more: Any
-) -> tuple[list[int], NDArray[np.int64], NDArray[np.float32]]:
-    """Text, codes and sound of one upstream ``generate``, which starts its diffusion from our noise."""
-    kept: list[NDArray[np.int64]] = []
-    sample = upstream.token2wav.code2wav_dit_model.sample
-
-    def sampled(conditioning: Any, mel: Any, codes: Any, **options: Any) -> Any:
-        kept.append(codes[0, :, None].numpy())
-        noise = torch.from_numpy(start_noise(SEED, 2 * codes.shape[1], MEL))[None]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "randn", lambda *_, **__: noise)
-            return sample(conditioning, mel, codes, **options)
-
-    monkeypatch.setattr(upstream.token2wav.code2wav_dit_model, "sample", sampled)
-    sequences, sound = upstream.generate(
-        **inputs,
-        speaker="Ethan",
-        thinker_max_new_tokens=TOKENS,
-        thinker_do_sample=False,
-        thinker_eos_token_id=end,
-        talker_do_sample=False,
-        **{"talker_max_new_tokens": FRAMES, "talker_eos_token_id": [PAD, EOS], **more},
-    )
-    return sequences[0, inputs["input_ids"].shape[1] :].tolist(), kept[0], sound.numpy()
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_text_codes_and_sound_equal_upstream(
-    deterministic: bool, tiny25: Path, upstream25: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_text_codes_and_sound_equal_upstream(tiny25: Path, upstream25: Any) -> None:
     pytest.importorskip("PIL")
     voices = []
-    async with Chain(tiny25, deterministic=deterministic) as chain:
+    async with Chain(tiny25) as plain, Chain(tiny25, deterministic=True) as fixed:
         for name, prompt in CHATS.items():
-            await chain.run(prompt)
-            (asked,) = chain.all(PromptChunk)
+            await plain.run(prompt)
+            (asked,) = plain.all(PromptChunk)
             inputs = padded(upstream_inputs(tiny25, prompt, asked.token_ids))
-            text, codes, sound = monolith(upstream25, inputs, monkeypatch)
-            assert chain.text() == text, name
-            assert np.array_equal(chain.codes(), codes), name
+            text, codes, sound = monolith(upstream25, inputs, FRAMES, SEED)
             assert len(set(codes[:, 0].tolist())) > 5
-            ours = chain.sound()
-            assert ours.shape == sound.shape == (480 * FRAMES,)
             assert 0.01 < np.sqrt(np.mean(sound**2)) < np.abs(sound).max() < 1
-            assert np.abs(ours - sound).max() < 1e-5
-            voices.append(ours)
+            if name in ("text", "image"):
+                await fixed.run(prompt)
+            for chain in (plain, fixed) if name in ("text", "image") else (plain,):
+                assert chain.text() == text, name
+                assert np.array_equal(chain.codes(), codes), name
+                assert chain.sound().shape == sound.shape == (480 * FRAMES,)
+                assert np.abs(chain.sound() - sound).max() < 1e-5
+            voices.append(sound)
     assert all(np.abs(one - other).max() > 0.01 for one, other in itertools.pairwise(voices))
+
+
+def first_new(values: list[int], start: int) -> int:
+    """The first value from ``start`` on that has not appeared before it."""
+    return next(value for at, value in enumerate(values) if at >= start and value not in values[:at])
+
+
+async def test_text_and_codes_may_end_in_mid_stream(tiny25: Path, upstream25: Any, tmp_path: Path) -> None:
+    """A stop token is not spoken, every token before it is; a codec end, or padding, gives no frame."""
+    async with Chain(tiny25) as chain:
+        await chain.run(CHATS["text"])
+        (asked,) = chain.all(PromptChunk)
+        end = first_new(chain.text(), 4)
+        # One token at most: nobody computes it, so there is nothing to say.
+        await chain.run(CHATS["text"], max_tokens=1)
+        assert len(chain.text()) == 1
+        assert len(chain.codes()) == len(chain.sound()) == 0
+        assert [finish.reason for finish in chain.all(Finish)] == ["length", "stop", "stop"]
+        # One code is 20 ms of sound.
+        await chain.run(CHATS["text"], frames=1, max_tokens=2)
+        assert (len(chain.codes()), len(chain.sound())) == (1, 480)
+    inputs = padded(upstream_inputs(tiny25, CHATS["text"], asked.token_ids))
+    _, codes, _ = monolith(upstream25, inputs, FRAMES, SEED, end=end)
+    said = codes[:, 0].tolist()
+    stop = max(set(said), key=said.index)  # the code that is said last for the first time
+    assert said.index(stop) >= 3
+
+    shutil.copytree(tiny25, tmp_path / "ending")
+    config = json.loads((tiny25 / "config.json").read_text())
+    config["talker_config"]["tts_codec_end_token_id"] = stop
+    (tmp_path / "ending/config.json").write_text(json.dumps(config))
+    (tmp_path / "ending/generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    text, codes, sound = monolith(upstream25, inputs, FRAMES, SEED, end=end, talker_eos_token_id=[PAD, stop])
+    async with Chain(tmp_path / "ending") as chain:
+        await chain.run(CHATS["text"])
+    assert chain.text() == text[:-1]
+    assert len(codes) == said.index(stop)
+    assert np.array_equal(chain.codes(), codes)
+    assert np.abs(chain.sound() - sound).max() < 1e-5
+    assert [finish.reason for finish in chain.all(Finish)] == ["stop"] * 3
