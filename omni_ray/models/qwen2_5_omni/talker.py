@@ -8,6 +8,9 @@ upstream's ``generate`` has it, with the prompt's turns all kept:
     codec   -                   pad   bos     code 1  ...   code n  code n+1 ...
 
 The column of row 1 needs a generated token, so it is the first step and no part of the prompt.
+
+transformers 5.19 and 5.24 compute so only for chats that are padded: ``generate`` drops a mask that hides nothing, and
+without one their talker leaves out the codec's pad and bos, and where images are. 5.17 computes so for all, as we do.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The thinker equals transformers' ``generate`` token for token, and gives the rows that the talker hears."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,5 +116,24 @@ async def test_ids_are_what_upstreams_processor_writes(tiny25: Path) -> None:
         ):
             with pytest.raises(InvalidRequestError, match=says):
                 await answer(thinker, wrong)
+    finally:
+        await thinker.stop()
+
+
+async def test_without_audio_output_only_text_is_made(tiny25: Path, tmp_path: Path) -> None:
+    """And the chat template is found in the file where published checkpoints keep it."""
+    shutil.copytree(tiny25, tmp_path / "silent")
+    config = json.loads((tiny25 / "config.json").read_text())
+    (tmp_path / "silent/config.json").write_text(json.dumps({**config, "enable_audio_output": False}))
+    template = (tmp_path / "silent/chat_template.jinja").read_text()
+    (tmp_path / "silent/chat_template.jinja").unlink()
+    (tmp_path / "silent/chat_template.json").write_text(json.dumps({"chat_template": template + "Yes, "}))
+    thinker = engine(tmp_path / "silent")
+    await thinker.start()
+    try:
+        outputs = await answer(thinker, CHATS["text"])
+        assert {type(output) for output in outputs} == {PromptChunk, TextChunk, Finish}
+        assert outputs[0].rows == 0
+        assert b"".join(map(thinker._model.detokenize, outputs[0].token_ids[-6:])).endswith(b"Yes, ")
     finally:
         await thinker.stop()
