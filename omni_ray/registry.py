@@ -188,20 +188,20 @@ def declared_at(path: str, hf_config: Mapping[str, Any]) -> PipelineConfig:
     return declared if isinstance(declared, PipelineConfig) else declared(hf_config)
 
 
-def read_hf_config(model: str) -> dict[str, Any]:
-    """``config.json`` of a checkpoint directory, or of a hub id through huggingface_hub.
+def read_hf_config(model: str, file: str = "config.json") -> dict[str, Any]:
+    """A JSON file of a checkpoint directory, or of a hub id through huggingface_hub.
 
     Raises:
         ConfigError: naming this node and the path, because the builder may run on a node without the files.
     """
-    path = Path(model) / "config.json"
+    path = Path(model) / file
     if not path.is_file() and not Path(model).exists() and model.count("/") == 1:
         from huggingface_hub import hf_hub_download
 
         try:
-            path = Path(hf_hub_download(model, "config.json"))
+            path = Path(hf_hub_download(model, file))
         except Exception as error:  # the hub client raises many unrelated types
-            raise ConfigError([f"model {model!r}: config.json cannot be fetched from the hub: {error}"]) from error
+            raise ConfigError([f"model {model!r}: {file} cannot be fetched from the hub: {error}"]) from error
     try:
         loaded = json.loads(path.read_text())
     except (OSError, ValueError) as error:

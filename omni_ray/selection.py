@@ -46,13 +46,14 @@ def select_for_checkpoint(model: str) -> Selection:
     Where no rule finds one, pipelines with a ``fallback`` are asked whether they can serve it nevertheless.
 
     Args:
-        model: checkpoint directory or hub id, of which ``config.json`` alone is read.
+        model: checkpoint directory or hub id, of which ``config.json`` alone is read, or if it has none (diffusers'
+            checkpoints) ``model_index.json``.
 
     Raises:
         ConfigError: nothing or more than one pipeline fits; the message says what was looked at.
     """
     load_plugins()
-    hf_config = read_hf_config(model)
+    hf_config = _read(model)
     architectures = tuple(str(name) for name in _listed(hf_config.get("architectures")))
     model_type = hf_config.get("model_type")
     basename = Path(model).name
@@ -84,6 +85,16 @@ def select_for_checkpoint(model: str) -> Selection:
     what = f"several pipelines fit by {reason}: {', '.join(fits)}" if fits else "no pipeline fits"
     hint = f"name one: PIPELINE model={model} with PIPELINE of {', '.join(sorted(OMNI_PIPELINES))}"
     raise ConfigError([f"model {model!r} ({seen}): {what}; {hint}"])
+
+
+def _read(model: str) -> dict[str, Any]:
+    try:
+        return read_hf_config(model)
+    except ConfigError as missing:
+        try:
+            return read_hf_config(model, "model_index.json")
+        except ConfigError:
+            raise missing from None
 
 
 def _names_it(declared: PipelineConfig, basename: str) -> bool:

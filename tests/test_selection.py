@@ -120,3 +120,13 @@ def test_plan_says_why(declare: Declare, checkpoint: Checkpoint, capsys: pytest.
     assert f"{model} is the model already" in capsys.readouterr().err
     main(["plan", model])
     assert f"{model}: pipeline arch, by architecture ArchForAll\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("StableDiffusionPipeline", "diffusion"), ("AudioLDMPipeline", None)])
+def test_a_model_index_in_place_of_a_config(tmp_path: Path, name: str, chosen: str | None):
+    """diffusers' checkpoints have no ``config.json``; what makes no pictures of text is refused as before."""
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name, "_diffusers_version": "0.42.1"}))
+    if chosen is None:
+        assert "no pipeline fits" in refusal(str(tmp_path))
+    else:
+        assert select_for_checkpoint(str(tmp_path)).pipeline == chosen

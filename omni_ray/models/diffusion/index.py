@@ -61,11 +61,22 @@ def read_index(directory: Path) -> Index:
     ]
     problems += [f"{path}: {name} must not be a string" for name, part in said.items() if _is_odd(name, part)]
     pipeline = _pipeline(path, said.get("_class_name"))
-    takes = frozenset(inspect.signature(pipeline.__call__).parameters) - {"self"}
-    problems += [f"{path}: {pipeline.__name__} {reason}" for reason in _unfit(pipeline, takes)]
+    problems += [f"{path}: {pipeline.__name__} {reason}" for reason in _unfit(pipeline)]
     if problems:
         raise ConfigError(problems)
-    return Index(pipeline, takes, components, absent)
+    return Index(pipeline, _takes(pipeline), components, absent)
+
+
+def paints(name: str) -> bool:
+    """Whether diffusers has a pipeline class of this name that makes pictures of text alone."""
+    try:
+        return not _unfit(_pipeline(Path(INDEX), name))
+    except ConfigError:
+        return False
+
+
+def _takes(pipeline: type[diffusers.DiffusionPipeline]) -> frozenset[str]:
+    return frozenset(inspect.signature(pipeline.__call__).parameters) - {"self"}
 
 
 def _is_odd(name: str, part: Any) -> bool:
@@ -96,8 +107,9 @@ def _pipeline(path: Path, name: Any) -> type[diffusers.DiffusionPipeline]:
     return found
 
 
-def _unfit(pipeline: type[diffusers.DiffusionPipeline], takes: frozenset[str]) -> list[str]:
+def _unfit(pipeline: type[diffusers.DiffusionPipeline]) -> list[str]:
     """Why a pipeline class cannot be served here."""
+    takes = _takes(pipeline)
     reasons = [f"takes no {name}" for name in _NEEDED if name not in takes]
     if "num_frames" in takes or "audio_end_in_s" in takes or "audio_length_in_s" in takes:
         reasons.append("makes no pictures")

@@ -22,6 +22,7 @@ PIPELINE = PipelineConfig(
             num_cpus=1,
         ),
     ),
+    fallback=f"{_FAMILY}.fallback:serves",
     checkpoints={"tiny": f"{_FAMILY}.checkpoint:make_tiny"},
     sampled_outputs=("image",),
 )
