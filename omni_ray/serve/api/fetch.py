@@ -110,12 +110,12 @@ class MediaFetcher:
         self, url: httpx.URL, param: str, max_bytes: int, count: Callable[[int], None]
     ) -> bytes | httpx.URL | str:
         """One request: the body, or where it redirects to."""
-        if not self._config.allows(url.scheme, url.host, url.port) or url.userinfo:
+        if not self._config.allows(url.scheme, _host(url), url.port) or url.userinfo:
             raise InvalidRequestError(f"{param}: its host is not on this server's list of allowed hosts", param)
         address = await self._checked_address(url, param)
         # Identity: a compressed body may hold a thousand times its size.
         headers = {"Host": url.netloc.decode("ascii"), "Accept-Encoding": "identity", "User-Agent": "omni_ray"}
-        extensions = {"sni_hostname": url.host} if url.scheme == "https" else {}
+        extensions = {"sni_hostname": _host(url)} if url.scheme == "https" else {}
         async with (
             httpx.AsyncClient(verify=self._tls or True, trust_env=False, timeout=self._config.timeout_s) as client,
             client.stream(
@@ -130,7 +130,7 @@ class MediaFetcher:
 
     async def _checked_address(self, url: httpx.URL, param: str) -> str:
         """The address to connect to. One forbidden answer among several spoils them all."""
-        found = await self._resolve(url.host, url.port or _PORTS[url.scheme])
+        found = await self._resolve(_host(url), url.port or _PORTS[url.scheme])
         addresses = [ipaddress.ip_address(text) for text in found]
         if not addresses or not all(map(self._may_connect, addresses)):
             raise InvalidRequestError(f"{param}: its host has no public address", param)
@@ -148,3 +148,8 @@ class MediaFetcher:
             count(len(piece))
             body += piece
         return bytes(body)
+
+
+def _host(url: httpx.URL) -> str:
+    """The host as DNS knows it, and the allow-list: in ASCII."""
+    return url.raw_host.decode("ascii")

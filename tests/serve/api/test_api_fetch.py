@@ -102,6 +102,12 @@ async def test_what_is_allowed_is_fetched_from_the_checked_address() -> None:
     async with listening(GOOD, {"/a?b=c": ok(b"sound")}) as host:
         assert await get(fetcher(host.port, resolve=rebinding), f"http://files.test:{host.port}/a?b=c#x") == b"sound"
         assert await get(fetcher(host.port), f"http://A.CDN.test:{host.port}/a?b=c") == b"sound"
+        idn = fetcher(host.port, f"http://xn--mnchen-3ya.test:{host.port}", resolve=rebinding)
+        asked.clear()
+        for name in ("xn--mnchen-3ya.test", "m\u00fcnchen.test"):
+            assert await get(idn, f"http://{name}:{host.port}/a?b=c") == b"sound"
+            assert asked.pop() == "xn--mnchen-3ya.test"
+        await get(fetcher(host.port, resolve=rebinding), f"http://files.test:{host.port}/a?b=c")
     assert asked == ["files.test"]
     assert f"\r\nhost: files.test:{host.port}\r\n" in host.heads[0].lower()
     assert "\r\naccept-encoding: identity\r\n" in host.heads[0].lower()
