@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from omni_ray.config.ingress import IngressConfig
+from omni_ray.engine.types import Finish
 from omni_ray.errors import ReplicaDiedError, SaturatedError, TakeoverRefusedError
 from omni_ray.serve.events import Envelope, Event, Opened, OutputEvent, Recorded, RecordEvent
 from omni_ray.serve.records import MAX_RECORD_BYTES, StageRecord, recordable, total_bytes
@@ -55,10 +56,12 @@ class Attempts:
 
     Attributes:
         envelope: of the attempt that runs or is to run.
+        unfinished: stages of the plan's outputs that have not finished; without any, the client has its whole answer.
     """
 
     def __init__(self, config: IngressConfig, tenants: Tenants, envelope: Envelope, patience_s: float) -> None:
         self.envelope = replace(envelope, records=config.takeover)
+        self.unfinished = {stage for _, stage in envelope.plan.outputs}
         self._tenants = tenants
         self._retries = 1 if config.retry else 0
         self._takeovers = config.max_takeovers if config.takeover else 0
@@ -82,6 +85,8 @@ class Attempts:
         if not isinstance(event, OutputEvent | RecordEvent):
             return None
         self._shown |= isinstance(event, OutputEvent)
+        if isinstance(event, OutputEvent) and isinstance(event.output, Finish):
+            self.unfinished.discard(event.stage)
         if not self.envelope.records:
             return event if isinstance(event, OutputEvent) else None
         record = self._records.setdefault(event.stage, StageRecord(event.stage))

@@ -152,6 +152,9 @@ class Dispatcher:
                                 yield new
                     complete, outcome = True, "finished"
                 except ReplicaDiedError as error:
+                    if not attempts.unfinished:  # only the stream's end is lost; nothing is left to be made
+                        outcome = "finished"
+                        break
                     attempts.again(error)
                     self._meters.retried("takeover" if attempts.envelope.resume else "retry")
                 except SaturatedError as error:

@@ -169,6 +169,19 @@ async def test_in_company_it_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) ->
     assert not tenants._on
 
 
+@pytest.mark.parametrize("takeover", [True, False])
+async def test_whose_answer_is_whole_needs_no_other_attempt(takeover: bool) -> None:
+    """A replica that died between its last output and the end of its stream failed the answer, or made it again."""
+    attempts = begun(takeover=takeover)
+    opened(attempts, "a")
+    attempts.take(SOUND)
+    attempts.take(OutputEvent("code2wav", Finish()))
+    attempts.take(RecordEvent("thinker", Finish()))
+    assert attempts.unfinished == {"thinker"}
+    attempts.take(OutputEvent("thinker", Finish()))
+    assert not attempts.unfinished
+
+
 async def test_switched_off() -> None:
     attempts = begun(takeover=False)
     assert not attempts.envelope.records
