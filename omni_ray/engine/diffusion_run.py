@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_ray.engine.types import Finish, ImageChunk, ImagePrompt, Output, Request, StepChunk, Usage
+from omni_ray.errors import StageFailedError
 
 SEEDS = 2**63
 """Seeds are below it; the seed of a later picture begins again at 0."""
@@ -58,7 +59,7 @@ class DiffusionRun:
         self._steps = self._rows = 0
         self._previewed = 0  # of this picture
         self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[Output | BaseException] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         # not the interpreter's to wait for: a step that never returns must not keep a dying replica alive
         threading.Thread(target=self._work, name=f"diffusion-{request.request_id}", daemon=True).start()
@@ -66,7 +67,7 @@ class DiffusionRun:
     async def outputs(self) -> AsyncGenerator[Output]:
         """Steps, previews, pictures and the finish; raises what ``paint`` raised."""
         while not isinstance(item := await self._arrived.get(), Finish):
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             yield item
         yield item
@@ -78,8 +79,10 @@ class DiffusionRun:
     def _work(self) -> None:
         try:
             self._paint_all()
-        except BaseException as error:  # whatever upstream raises belongs to this request, not to its thread
+        except Exception as error:
             self._tell(error)
+        except BaseException as error:  # raised on the event loop, upstream's `sys.exit` would end all requests
+            self._tell(StageFailedError(f"the model raised {type(error).__name__}"))
         self._call(self._end)
 
     def _paint_all(self) -> None:
@@ -106,7 +109,7 @@ class DiffusionRun:
         self._tell(ImageChunk(self._rows, pixels, 0, len(pixels), preview))
         self._rows += len(pixels)
 
-    def _tell(self, item: Output | BaseException) -> None:
+    def _tell(self, item: Output | Exception) -> None:
         self._call(lambda: self._arrived.put_nowait(item))
 
     def _call(self, function: Callable[[], None]) -> None:
