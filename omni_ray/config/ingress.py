@@ -88,7 +88,8 @@ class IngressConfig(StrictModel):
         max_video_seconds, max_video_mpixels: longest video; frames taken of all videos of one request together.
         max_images, max_made_mpixels, max_steps: pictures to make for one request, millions of pixels and steps of each.
         max_messages, max_text_chars, max_speech_chars: chat length, one message's text, ``/v1/audio/speech`` input.
-        max_request_text_chars, max_media_parts: all text, and all media, of one request together.
+        max_request_text_chars, max_media_parts: all text, and all media, of one request together. The text travels in
+            one message of Serve's, which may have 4 MB.
         body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
         send_timeout_s: longest time in which a client takes nothing of its answer; then its stream is stopped. Only
             HAProxy mode shows us a slow reader; Serve's own proxy keeps what was made.
@@ -124,7 +125,7 @@ class IngressConfig(StrictModel):
     max_messages: int = Field(default=1000, ge=1)
     max_text_chars: int = Field(default=100_000, ge=1)
     max_speech_chars: int = Field(default=4096, ge=1)
-    max_request_text_chars: int = Field(default=1_000_000, ge=1)
+    max_request_text_chars: int = Field(default=1_000_000, ge=1, le=1_000_000)
     max_media_parts: int = Field(default=16, ge=1)
     body_idle_timeout_s: float = Field(default=30, gt=0)
     send_timeout_s: float = Field(default=60, gt=0)
