@@ -35,7 +35,7 @@ class ImageUrl(OpenAIModel):
 
 
 class VideoUrl(OpenAIModel):
-    """Only a base64 ``data:`` URL; nothing is ever downloaded (C06)."""
+    """A base64 ``data:`` URL, or one of a host that ``ingress.media_urls`` allows (C06)."""
 
     url: str
 
