@@ -11,6 +11,8 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import httpx
@@ -43,10 +45,20 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved and address not in _PLATFORM
 
 
-async def _addresses(host: str, port: int) -> list[str]:
-    """All addresses of a host, by the system's resolver, which also reads numbers such as ``0x7f.1``."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(item[4][0]).partition("%")[0] for item in found]
+class _SystemResolver:
+    """All addresses of a host, by the system's resolver, which also reads numbers such as ``0x7f.1``.
+
+    On threads of its own: a name server that does not answer holds each for many seconds, and the process's others
+    encode live streams.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="dns")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        return [str(item[4][0]).partition("%")[0] for item in found]
 
 
 class MediaFetcher:
@@ -55,18 +67,18 @@ class MediaFetcher:
     def __init__(
         self,
         config: MediaUrlConfig,
-        resolve: Resolve = _addresses,
+        resolve: Resolve | None = None,
         may_connect: Callable[[Address], bool] = is_public,
     ) -> None:
         """Take the allow-list.
 
         Args:
             config: ``ingress.media_urls``.
-            resolve: host and port to addresses.
+            resolve: host and port to addresses; None is the system's.
             may_connect: the rule for addresses.
         """
         self._config = config
-        self._resolve = resolve
+        self._resolve = resolve or _SystemResolver()
         self._may_connect = may_connect
         self._tls = ssl.create_default_context() if config.allow else None
         # httpx writes whole URLs into its log, and a signed URL's query is a secret.

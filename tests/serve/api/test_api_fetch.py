@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +114,19 @@ async def test_what_is_allowed_is_fetched_from_the_checked_address() -> None:
     assert f"\r\nhost: files.test:{host.port}\r\n" in host.heads[0].lower()
     assert "\r\naccept-encoding: identity\r\n" in host.heads[0].lower()
     assert "cookie" not in host.heads[0].lower()
+
+
+async def test_a_name_server_that_does_not_answer_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lookup holds a thread; the process's own threads encode live streams."""
+    answer = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: answer.wait(10) and [])
+    fetch = MediaFetcher(MediaUrlConfig(allow=("files.test",), timeout_s=0.2))
+    asked = [asyncio.create_task(refused(fetch, "https://files.test/a")) for _ in range(40)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(2):
+        assert await asyncio.to_thread(lambda: "encoded") == "encoded"
+        await asyncio.gather(*asked)
+    answer.set()
 
 
 async def test_a_name_that_leads_inside_is_refused_before_anything_is_sent() -> None:
