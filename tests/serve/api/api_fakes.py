@@ -83,6 +83,9 @@ SPEECH_ONLY = PipelineConfig(
     stages=(_stage("talker", "audio", _from("request", "speech_text")),),
     voices=VOICES,
 )
+PAINTER = PipelineConfig(
+    name="painter", description="test", stages=(_stage("painter", "image", _from("request", "image_prompt")),)
+)
 
 
 class Fault(StrictModel):
