@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import io
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from PIL import Image
 from omni_ray.models.diffusion.checkpoint import make_tiny
 from omni_ray.selection import select
 from tests.conftest import Serving, wait_until
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def pixels_of(b64_json: str | None) -> NDArray[np.uint8]:
@@ -60,6 +64,12 @@ async def test_a_checkpoint_alone_is_served_and_paints_as_diffusers_does(serving
         *partial, completed = [event async for event in stream]
         assert [event.type for event in partial] == ["image_generation.partial_image"]
         np.testing.assert_array_equal(pixels_of(completed.b64_json), alone[0][0])
+
+        body = next(b for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "/v1/images" in b)
+        body = body.replace("http://127.0.0.1:8000", app.url)
+        await asyncio.to_thread(subprocess.run, ["bash", "-eo", "pipefail", "-c", body], cwd=tmp_path, check=True)
+        painted = np.asarray(Image.open(tmp_path / "cat.png"))
+        np.testing.assert_array_equal(painted, upstream(tmp_path / "tiny", "a red cat", 7, num_inference_steps=20))
 
         with pytest.raises(openai.BadRequestError) as refused:
             await client.images.generate(prompt="a", size="66x64")

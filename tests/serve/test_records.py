@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_ray.config.ingress import IngressConfig
-from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, Output, Request, TextChunk, TranscriptChunk, Usage
+from omni_ray.engine.types import (
+    AudioChunk,
+    CodeFrameChunk,
+    Finish,
+    ImageChunk,
+    Output,
+    Request,
+    StepChunk,
+    TextChunk,
+    TranscriptChunk,
+    Usage,
+)
 from omni_ray.errors import ReplicaDiedError, SaturatedError, StageFailedError, TakeoverRefusedError
 from omni_ray.models.ramp.pipeline import PIPELINE
 from omni_ray.serve import attempts as attempts_module
@@ -65,6 +76,24 @@ def test_frames_and_sound_are_given_out_once(n: int, before: list[int], after: l
     assert kept is not None
     assert np.array_equal(kept, frames)
     assert code2wav.resume().samples == n
+
+
+def test_a_picture_painted_again_goes_on_where_it_stopped() -> None:
+    """Whatever pieces its rows come in; steps count too."""
+    pixels = np.arange(10 * 4 * 3, dtype=np.uint8).reshape(10, 4, 3)
+    record = StageRecord("painter")
+    assert record.new(StepChunk(0, 1, 2)) == StepChunk(0, 1, 2)
+    assert isinstance(record.new(ImageChunk(0, pixels[:6], 0, 10)), ImageChunk)
+    record.restart()
+    assert record.new(StepChunk(0, 1, 2)) is None
+    assert record.new(StepChunk(1, 2, 2)) == StepChunk(1, 2, 2)
+    assert record.new(ImageChunk(0, pixels[:4], 0, 10)) is None
+    rest = record.new(ImageChunk(4, pixels[4:], 4, 10))
+    assert isinstance(rest, ImageChunk)
+    assert (rest.position, rest.row, rest.height, rest.ends_picture) == (6, 6, 10, True)
+    np.testing.assert_array_equal(rest.pixels, pixels[6:])
+    with pytest.raises(StageFailedError, match="position 11 came where 10 was due"):
+        record.new(ImageChunk(11, pixels, 0, 10))
 
 
 def test_a_gap_is_an_error() -> None:
