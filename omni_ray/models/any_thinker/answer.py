@@ -6,7 +6,7 @@ its logits are the engine's to sample from, and no global random generator is to
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -35,19 +35,23 @@ class Stepwise:
         # models with pictures in their rope positions keep something of an answer on the module, beside its cache
         self.carriers: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
 
-    def check(self, inputs: Mapping[str, Tensor], tokens: int = 3) -> bool:
-        """Whether a greedy answer token by token is that of one call; also warms the model up."""
+    def check(self, prompts: Sequence[Mapping[str, Tensor]], tokens: int = 3) -> bool:
+        """Whether greedy answers made by turns, a token each, are those of one call each; also warms the model up."""
         with torch.inference_mode():
-            whole = self.model.generate(
-                **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
-            )
-        answer, made = Answer(self, inputs), []
-        logits = answer.prompt()
+            one_call = [
+                self.model.generate(
+                    **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+                )
+                for inputs in prompts
+            ]
+        answers = [Answer(self, inputs) for inputs in prompts]
+        logits = [answer.prompt() for answer in answers]
+        made: list[list[int]] = [[] for _ in prompts]
         for _ in range(tokens):
-            made.append(int(logits.argmax()))
-            logits = answer.next(made[-1])
-        expected: list[int] = whole[0, -tokens:].tolist()
-        return expected == made
+            for i, answer in enumerate(answers):
+                made[i].append(int(logits[i].argmax()))
+                logits[i] = answer.next(made[i][-1])
+        return made == [ids[0, -tokens:].tolist() for ids in one_call]
 
 
 class Answer:

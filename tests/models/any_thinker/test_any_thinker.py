@@ -28,6 +28,7 @@ from omni_ray.engine.types import (
     TextPart,
 )
 from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.models.any_thinker.answer import Stepwise
 from omni_ray.models.any_thinker.checkpoint import TEMPLATE, byte_tokenizer, make_tiny
 from omni_ray.models.any_thinker.options import AnyThinkerOptions
 from omni_ray.models.any_thinker.pipeline import resolve as declare
@@ -410,3 +411,39 @@ def test_a_stream_of_tokens_is_what_the_tokenizer_makes_of_all():
     pieces = [stream(i).decode() for i in range(len(tokens))]
     assert pieces == ["Hello", " wor", "ld", "", "", "€", " ", "!", ""]
     assert "".join(pieces) == tokenizer.decode(list(range(8)))
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS_OF_CACHE: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 8, "head_dim": 16},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, **MLA, **EXPERTS},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
+}
+
+
+def tiny_net(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **SIZES | KINDS_OF_CACHE[kind])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_CACHE)
+def test_answers_by_turns_are_those_of_one_call(kind: str):
+    """Sliding windows, experts, latent attention, and state spaces beside attention."""
+    asked = [torch.arange(length)[None] + 3 for length in (20, 9)]
+    assert Stepwise(tiny_net(kind)).check([{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in asked], 12)
