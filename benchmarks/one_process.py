@@ -24,7 +24,8 @@ from omni_ray.serve.planner import Plan, make_plan
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import Received
-from omni_ray.serve.stage_run import StageParts, StageRun
+from omni_ray.serve.stage_parts import StageParts
+from omni_ray.serve.stage_run import StageRun
 
 
 class LocalClient:

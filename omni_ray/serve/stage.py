@@ -27,7 +27,8 @@ from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.slack import AT_EASE_S, Report, load_of
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import StageClient
-from omni_ray.serve.stage_run import StageParts, StageRun
+from omni_ray.serve.stage_parts import StageParts
+from omni_ray.serve.stage_run import StageRun
 from omni_ray.serve.tracing import Tracing
 from omni_ray.serve.version import code_version
 
@@ -150,7 +151,7 @@ class Stage:
 
     def _report(self, stats: EngineStats) -> Report:
         now = time.monotonic()
-        waited_for = (run.watch.playback for run in self._runs if self._effort.at_work(run))
+        waited_for = (run.watch.playback for run in self._runs if run.waited_for())
         leads = [p.lead_s(now) or 0.0 for p in waited_for if p.first is not None and now - p.first > STARTED_S]
         return Report(
             busy=stats.running,

@@ -5,74 +5,44 @@ Upstream streams open when the engine first asks for input, so a full engine ref
 """
 
 import asyncio
-import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import UnionType
-from typing import Any
 
-from omni_ray.config.deploy import StreamingConfig
-from omni_ray.config.pipeline import REQUEST, Edge, OutputKind, RequestPart, StagePipelineConfig
+from omni_ray.config.pipeline import OutputKind
 from omni_ray.config.sampling import SamplingParams
-from omni_ray.engine.base import Engine
 from omni_ray.engine.resume import Resume
-from omni_ray.engine.rewriting import rewriting
 from omni_ray.engine.types import (
     AudioChunk,
-    AudioClip,
-    Chunk,
-    Clip,
     Finish,
     ImageChunk,
-    ImageClip,
     Output,
     Request,
     StepChunk,
     TextChunk,
     TranscriptChunk,
-    VideoClip,
 )
 from omni_ray.errors import SchemaMismatchError, StageFailedError, TakeoverRefusedError
-from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Envelope, Opened, OutputEvent, RecordEvent
-from omni_ray.serve.latents import large, load_clip, load_output, store_output
+from omni_ray.serve.latents import large, store_output
 from omni_ray.serve.lifeline import ProducerEnd
 from omni_ray.serve.outbox import Outbox, pieces_of
 from omni_ray.serve.planner import PlanStage, feeding_edge
 from omni_ray.serve.records import recordable
 from omni_ray.serve.stage_client import Received, StageClient
+from omni_ray.serve.stage_inputs import StageInputs
+from omni_ray.serve.stage_parts import StageParts
 from omni_ray.serve.tracing import RunTrace
 from omni_ray.serve.watch import Watch
 
-Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
-_PARTS: Mapping[type[Clip], RequestPart] = {
-    AudioClip: "input_audio",
-    ImageClip: "input_image",
-    VideoClip: "input_video",
-}
 _FINAL_CHUNKS: Mapping[OutputKind, type | UnionType] = {
     "text": TextChunk,
     "audio": AudioChunk,
     "transcript": TranscriptChunk,
     "image": StepChunk | ImageChunk,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StageParts:
-    """What every run of a stage shares. Nothing of a request is ever kept here."""
-
-    stage: StagePipelineConfig
-    engine: Engine
-    clients: Mapping[str, StageClient]
-    processors: Mapping[str, Processor]
-    streaming: StreamingConfig
-    async_chunk: bool
-    sampling: SamplingParams
-    opened: Opened
-    effort: Effort
 
 
 class StageRun:
@@ -87,19 +57,14 @@ class StageRun:
         self._end = end
         self._texts = {name for kind, name in envelope.plan.outputs if kind != "audio"}
         self._finals = {name: _FINAL_CHUNKS[kind] for kind, name in envelope.plan.outputs}
-        self._edges = [parts.stage.inputs[i] for i in self._part.edges]
-        self._queues: dict[str, asyncio.Queue[Received | None]] = {
-            edge.source: asyncio.Queue() for edge in self._edges if edge.source != REQUEST
-        }
-        self._asked = asyncio.Event()
-        self._computed = False
-        self._unfinished = set(self._queues)
+        self.watch = Watch(frame_rate=parts.engine.frame_rate())
+        self._inputs = StageInputs(parts, envelope, self._part, self.watch)
+        self._unfinished = set(self._inputs.sources)
         self._cut_short = False
         self.cut_off = False
         self._refs: list[weakref.ref[OutputEvent]] = []  # weak: an event that was sent and read is gone
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
         self.outbox = Outbox(parts.streaming.coalesce_ms, announced=bool(envelope.resume))
-        self.watch = Watch(frame_rate=parts.engine.frame_rate())
         self._trace = trace
 
     async def go(self) -> None:
@@ -119,6 +84,10 @@ class StageRun:
             raise
         else:
             self.outbox.close()
+
+    def waited_for(self) -> bool:
+        """Whether its listener waits for this stage, and not for what comes before it."""
+        return self._inputs.at_work()
 
     def abandon(self) -> None:
         """The stream ended badly: let go of every ref, whoever still knows its event."""
@@ -140,14 +109,14 @@ class StageRun:
 
     async def _compute(self) -> None:
         stage = self._parts.stage
-        inputs = {edge.source: self._inputs(edge) for edge in self._edges}
+        inputs = self._inputs.open()
         generate = self._parts.engine.generate(self._request(), inputs, self._resume())
         opened = finished = False
         if self._envelope.resume:
             self.outbox.put(self._parts.opened)
             opened = True
         async with AsyncExitStack() as closing:
-            closing.callback(self._parts.effort.rests, self)
+            closing.callback(self._inputs.over)
             for source in inputs.values():
                 await closing.enter_async_context(aclosing(source))
             outputs = await closing.enter_async_context(aclosing(generate))
@@ -163,12 +132,7 @@ class StageRun:
                 await self._send(stage.name, output)
         if not finished:
             raise StageFailedError(f"the engine of stage {stage.name} ended without a finish")
-        self._computed = True
-        self._asked.set()  # an engine that never asked for input must not leave the pumps waiting
-        for queue in self._queues.values():
-            while not queue.empty():
-                if (left := queue.get_nowait()) is not None:
-                    left.read()
+        self._inputs.drop()
 
     def _made(self, output: Output) -> None:
         before = self.watch.playback.audio_s
@@ -232,67 +196,9 @@ class StageRun:
             return True
         return stage in self._finals and isinstance(output, Finish | self._finals[stage])
 
-    async def _inputs(self, edge: Edge) -> AsyncGenerator[Any, None]:
-        """The edge's processor over its source, both closed with this generator."""
-        self.watch.asks()
-        self._parts.effort.works(self)
-        source = self._clips(edge) if edge.source == REQUEST else self._chunks(edge.source)
-        processor = self._parts.processors[edge.processor]
-        if edge.rewrites is not None:
-            processor = rewriting(processor, edge.rewrites)
-        async with aclosing(source), aclosing(processor(self._envelope.request, source)) as items:
-            async for item in items:
-                yield item
-
-    async def _clips(self, edge: Edge) -> AsyncGenerator[Clip, None]:
-        """The media that the edge takes."""
-        for stored in self._envelope.clips:
-            if _PARTS[type(stored.clip)] in edge.parts:
-                yield await load_clip(stored)
-
-    async def _chunks(self, source: str) -> AsyncGenerator[Chunk, None]:
-        """Chunks of ``source``, as they come or (``async_chunk: false``) all at the end."""
-        if self._parts.async_chunk:
-            async with aclosing(self._arrivals(source)) as arrivals:
-                async for chunk in arrivals:
-                    yield chunk
-            return
-        for chunk in [chunk async for chunk in self._arrivals(source)]:
-            yield chunk
-
-    async def _arrivals(self, source: str) -> AsyncGenerator[Chunk, None]:
-        queue = self._queues[source]
-        self._asked.set()
-        while (received := await self._next(queue)) is not None:
-            event = received.event
-            self.watch.feeds()
-            assert isinstance(event, OutputEvent)
-            assert not isinstance(event.output, Finish)
-            if event.ref_bytes and event.ref is None:
-                continue  # its producer abandoned the stream; the error follows
-            try:
-                if event.ref is None:
-                    yield event.output
-                else:
-                    began = time.monotonic()
-                    chunk = await load_output(event)
-                    received.edge.read(time.monotonic() - began)
-                    yield chunk
-            finally:
-                received.read()  # the consumer came back for more, or wants no more
-
-    async def _next(self, queue: asyncio.Queue[Received | None]) -> Received | None:
-        """The next arrival; an engine that must wait for it, and reads nothing ahead, does nothing for this run."""
-        if self._parts.engine.reads_ahead or not queue.empty():
-            return await queue.get()
-        self._parts.effort.rests(self)
-        received = await queue.get()
-        self._parts.effort.works(self)
-        return received
-
     async def _pump(self, client: StageClient) -> None:
         """Take one upstream stream apart: what feeds this stage into queues, what is wanted further down outwards."""
-        await self._asked.wait()
+        await self._inputs.asked.wait()
         async with aclosing(client.stream(self._envelope, self._trace)) as stream:
             async for received in stream:
                 if isinstance(received.event, Opened):
@@ -314,14 +220,10 @@ class StageRun:
             self._put(event)
         elif self._envelope.records and recordable(event.output):
             self.outbox.put(RecordEvent(event.stage, event.output))
-        queue = self._queues.get(event.stage)
-        if queue is not None and isinstance(event.output, Finish):
+        if event.stage in self._inputs.sources and isinstance(event.output, Finish):
             self._unfinished.discard(event.stage)
             self._cut_short |= event.output.reason == "length"  # what was made from a part is a part itself
-        if queue is None or self._computed:
-            received.read()
-        else:
-            queue.put_nowait(None if isinstance(event.output, Finish) else received)
+        self._inputs.arrived(event.stage, received, last=isinstance(event.output, Finish))
 
     def _check_schema(self, opened: Opened) -> None:
         edge = feeding_edge(self._parts.stage, self._part, opened.stage)
