@@ -74,14 +74,14 @@ async def test_upgrades_under_live_streams(serving: Serving) -> None:
 
     app = serving("ramp", config())
     async with app.async_client(timeout=120) as client:
-        async with listeners(app, client, words=66, frames_per_token=3):
+        async with listeners(app, client, words=50, frames_per_token=3):
             rolling = asyncio.create_task(deploy(app, {"frames_per_token": 4}))
             served = await passers_by(client, {3, 4}, rolling)
             await rolling
             assert await speak(client, TEXT) == oracle.pcm(TEXT, frames_per_token=4)
         assert 3 in served, "a stage was away while its replica was replaced"
         talker = app.settled("talker", 1)
-        async with listeners(app, client, words=33, frames_per_token=4):
+        async with listeners(app, client, words=28, frames_per_token=4):
             failing = asyncio.create_task(deploy(app, {"frames_per_token": 5, "loads": False}))
             served = await passers_by(client, {4}, failing)
             (said,) = await asyncio.gather(failing, return_exceptions=True)
