@@ -133,6 +133,7 @@ def ramp_cluster(workers: int, config: dict[str, Any]) -> Iterator[RampCluster]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[ingress_loss.SETTING] = ingress_loss.IMPORT_PATH
+    os.environ["MALLOC_ARENA_MAX"] = "2"  # else what 40 threads free lies in pieces in as many heaps (soak.md)
     os.environ["RAY_SERVE_STOP_FAILED_ROLLING_UPDATES"] = "0"  # else three deaths in a roll-out end all repair
     cluster = Cluster(
         initialize_head=True,

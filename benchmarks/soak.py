@@ -126,8 +126,8 @@ def page(readings: list[Reading], outcomes: Counter[str], seconds: float) -> tup
         "",
         f"`python benchmarks/soak.py`: {last.requests} requests of `ramp` over HTTP in {seconds / 60:.0f} minutes, ten "
         f"cancelled for each one heard to its end, {AT_ONCE} at a time; two replicas of everything, latents as object "
-        f"refs. {os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}, Ray "
-        f"{ray.__version__}.",
+        f"refs, `MALLOC_ARENA_MAX=2`. {os.cpu_count()} CPU cores, {platform.machine()}, Python "
+        f"{platform.python_version()}, Ray {ray.__version__}.",
         "",
         f"Answers heard to their end: {dict(outcomes)}. Requests left in a stage: {last.at_work}. Object store: "
         f"{first.object_store / 2**20:.1f} MiB after the first round, {last.object_store / 2**20:.1f} at the end; "
@@ -145,7 +145,12 @@ def page(readings: list[Reading], outcomes: Counter[str], seconds: float) -> tup
         and last.at_work == 0
         and last.object_store <= first.object_store + 2**20
     )
-    lines += ["", "Nothing grew." if held else f"NOT held: something grew by {SLOPE_LIMIT} MiB or more, or is left."]
+    lines += [
+        "",
+        f"Held: no process grew by {SLOPE_LIMIT:g} MiB or more per 1,000 requests, and nothing is left."
+        if held
+        else f"NOT held: something grew by {SLOPE_LIMIT:g} MiB or more, or is left.",
+    ]
     return "\n".join(lines) + "\n", held
 
 
