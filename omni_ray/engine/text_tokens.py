@@ -6,7 +6,10 @@ Works on a transformers tokenizer, or its ``decode``, given to it; imports nothi
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+MOST_WAITING: Final = 64
+"""Tokens that may wait to become text: many more than a character has."""
 
 
 def stop_ids(directory: Path, tokenizer: Any) -> frozenset[int]:
@@ -38,7 +41,8 @@ class TokenStream:
 
     A token's text may depend on its neighbours (SentencePiece drops the first space, parts of a character decode to
     nothing sensible), so a few last tokens are decoded with and without the new one, as Hugging Face's
-    text-generation-inference and vLLM do. What ends in an unfinished character waits for the next token.
+    text-generation-inference and vLLM do. What ends in an unfinished character waits for the next token, but not for
+    ever: all that waits is decoded with every token, and a client can ask for thousands that are no text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -51,7 +55,8 @@ class TokenStream:
         """UTF-8 bytes of the text that this token makes certain."""
         self._ids.append(token_id)
         before, text = self._decode(self._ids[: self._given]), self._decode(self._ids)
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        waits = len(text) <= len(before) or text.endswith("\ufffd")
+        if waits and len(self._ids) - self._given < MOST_WAITING:
             return b""
         self._ids = self._ids[self._given :]
         self._given = len(self._ids)

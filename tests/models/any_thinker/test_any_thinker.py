@@ -447,3 +447,19 @@ def test_answers_by_turns_are_those_of_one_call(kind: str):
     """Sliding windows, experts, latent attention, and state spaces beside attention."""
     asked = [torch.arange(length)[None] + 3 for length in (20, 9)]
     assert Stepwise(tiny_net(kind)).check([{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in asked], 12)
+
+
+@pytest.mark.parametrize("token", [0, 0x82])
+def test_tokens_that_never_become_text_cost_no_more_than_others(token: int):
+    """``ignore_eos`` makes a model repeat its end; each of n such tokens was decoded with all before it."""
+    decoded = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return bytes(i for i in ids if i).decode(errors="replace")
+
+    stream = TokenStream(decode)
+    text = b"".join(map(stream, [*b"a", *[token] * 2000, *b"bc"])).decode()
+    assert text.replace("\ufffd", "") == "abc"
+    assert decoded < 200 * 2000
