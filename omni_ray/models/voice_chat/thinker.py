@@ -15,7 +15,7 @@ from omni_ray.engine.ar_model import ARModel, Probe
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.precision import compute_dtype
 from omni_ray.engine.text_tokens import stop_ids, token_bytes
-from omni_ray.errors import ConfigError
+from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.voice_chat.prompt import Prompt
 from omni_ray.models.voice_chat.slot_llama import SlotLlama
 
@@ -110,7 +110,14 @@ class SmolLM2Thinker(ARModel):
 
 
 def chat_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a chat in SmolLM2's template, up to where the assistant speaks."""
+    """Token ids of a chat in SmolLM2's template, up to where the assistant speaks.
+
+    Raises:
+        InvalidRequestError: a text holds a token that begins or ends a turn, and would forge one.
+    """
+    for token in tokenizer.all_special_tokens:
+        if any(token in text for _, text in prompt.messages):
+            raise InvalidRequestError(f"a text holds the reserved token {token!r}", "messages")
     messages = [{"role": role, "content": text} for role, text in prompt.with_system()]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
