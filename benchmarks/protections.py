@@ -5,7 +5,7 @@
     python benchmarks/protections.py --only retry          # those with the word in their name
 
 ``removals_*.py`` list them. Each is taken out of a temporary copy of the tree, where the test that holds it is run, and
-must fail. Before each section its tests are run in the copy as it is, and must pass. Rows of what was not run are kept.
+must fail. First all of these tests are run in the copy as it is, and must pass. Rows of what was not run are kept.
 """
 
 import argparse
@@ -29,8 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "protections.md"
 LIMIT_S = {"cluster": 200, "no cluster": 60}
 CHECK_LIMIT_S = 300
-SECTIONS = (IDENTITY, CANCELLATION, REPAIR, LOAD, HEALTH, HOSTILE)
-REMOVALS = tuple(removal for section in SECTIONS for removal in section)
+REMOVALS = (*IDENTITY, *CANCELLATION, *REPAIR, *LOAD, *HEALTH, *HOSTILE)
 HEAD = """# What holds each protection
 
 `python benchmarks/protections.py` takes each protection out of a copy of the tree, runs one test there, and wants it to
@@ -135,21 +134,16 @@ def main() -> int:
     parser.add_argument("--missing", action="store_true", help="only those that have no row yet")
     given = parser.parse_args()
     rows, unnoticed = known(), 0
+    chosen = [r for r in REMOVALS if given.only == r.group or (given.only in r.name and given.only not in LIMIT_S)]
+    chosen = [r for r in chosen if not given.missing or r.name not in rows]
     with tempfile.TemporaryDirectory(prefix="protections") as folder:
         tree = Path(folder)
         copied(tree)
-        for section in SECTIONS:
-            chosen = [
-                r for r in section if given.only == r.group or (given.only in r.name and given.only not in LIMIT_S)
-            ]
-            chosen = [r for r in chosen if not given.missing or r.name not in rows]
-            if not chosen:
-                continue
-            must_pass(tree, sorted({removal.test for removal in chosen}))
-            for removal in chosen:
-                row = tried(removal, tree)
-                unnoticed += UNNOTICED in row
-                write(removal.name, row)
+        must_pass(tree, sorted({removal.test for removal in chosen}))
+        for removal in chosen:
+            row = tried(removal, tree)
+            unnoticed += UNNOTICED in row
+            write(removal.name, row)
     return unnoticed
 
 

@@ -279,18 +279,4 @@ HOSTILE = (
         "        log_content(request)",
         TEST_SERVE + "hostile.py::test_what_clients_write_is_in_no_log",
     ),
-    Removal(
-        "what a stalled reader can pile up is capped",
-        API + "sound.py",
-        "if self._left_bytes < 0:",
-        "if False:",
-        TEST_SERVE + "hostile.py::test_what_a_stalled_reader_can_pile_up_is_capped",
-    ),
-    Removal(
-        "a voice is a name of a list, never part of a path",
-        API + "voices.py",
-        "    listed = ",
-        "    return str(name)\n    listed = ",
-        TEST_SERVE + "hostile.py::test_every_attack_gets_its_error_and_nobody_else_notices",
-    ),
 )

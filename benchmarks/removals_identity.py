@@ -66,7 +66,7 @@ IDENTITY = (
         API + "service.py",
         "secrets.randbelow(MAX_SEED + 1) if seed is None else seed",
         "0 if seed is None else seed",
-        TEST_SERVE + "ramp.py::test_stream_equals_oracle[25-1]",
+        TEST_API + "chat.py::test_what_the_stages_get",
     ),
     Removal(
         "samples carry their request's voice and seed",
@@ -172,21 +172,21 @@ REPAIR = (
         SERVE + "attempts.py",
         "self._retries = 1 if config.retry else 0",
         "self._retries = 0",
-        TEST_SERVE + "faults.py::test_a_request_that_showed_nothing_is_retried_once",
+        TEST_SERVE + "records.py::test_nothing_shown_is_retried_once",
     ),
     Removal(
         "once, and no more",
         SERVE + "attempts.py",
         "            self._retries -= 1\n",
         "",
-        TEST_SERVE + "faults.py::test_a_poison_request_kills_at_most_two_replicas",
+        TEST_SERVE + "records.py::test_nothing_shown_is_retried_once",
     ),
     Removal(
         "a stream that spoke is taken over",
         SERVE + "attempts.py",
         "self._takeovers = config.max_takeovers if config.takeover else 0",
         "self._takeovers = 0",
-        TEST_SERVE + "takeover.py::test_every_stage_dies_in_mid_stream_and_at_its_end",
+        TEST_SERVE + "records.py::test_what_spoke_is_taken_over_with_its_records",
     ),
     Removal(
         "what was heard is not sent again",

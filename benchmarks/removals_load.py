@@ -71,7 +71,7 @@ LOAD = (
         SERVE + "dispatcher.py",
         "if self._active >= self.config.max_concurrent_requests - kept:",
         "if False:",
-        TEST_SERVE + "faults.py::test_overload_is_refused_before_anything_starts",
+        TEST_SERVE + "faults.py::test_a_stage_that_falls_silent_is_given_up",
     ),
     Removal(
         "upstream starts only when the engine has a place",
