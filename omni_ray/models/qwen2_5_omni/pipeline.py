@@ -4,6 +4,9 @@ thinker     reads the chat (text, sound, images) and writes the answer; beside e
 talker      makes 50 codes a second from those thoughts, while the thinker still writes
 token2wav   makes 480 samples at 24 kHz of every code, of all of them at once: it begins when the talker ends
 
+From the text's end until then nothing comes; a deploy config whose hardware needs more than a minute for it raises
+``streaming.idle_timeout_s`` and the ingress's ``idle_timeout_s.audio``.
+
 A checkpoint with ``enable_audio_output: false`` has the thinker alone. No system prompt is inserted; Qwen's own speech
 needs theirs ("You are Qwen, a virtual human developed by the Qwen Team, ..."), which clients send.
 """
