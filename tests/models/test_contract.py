@@ -341,7 +341,9 @@ def test_its_graph_is_valid(name: str) -> None:
 @names
 def test_its_checkpoint_leads_back_to_it(name: str, runner: Runner) -> None:
     """``omni-ray serve DIR`` takes what ``omni-ray checkpoint NAME --tiny DIR`` made."""
-    made = runner.checkpoint(pipeline := load_pipeline(name))
+    if (pipeline := load_pipeline(name)).untried is not None:
+        pytest.skip(f"{name}: {pipeline.untried}")
+    made = runner.checkpoint(pipeline)
     if made is not None:
         assert select_for_checkpoint(str(made)).pipeline == pipeline.name
 
