@@ -120,22 +120,31 @@ class WindowCodec(Codec):
     right_context: int = 0
 
     def __init__(self, context: EngineContext) -> None:
-        """Resolve the left context.
+        """Resolve the left context. Raises as ``use_context``."""
+        super().__init__(context)
+        self.use_context(self.min_left_context, self.right_context)
+
+    def use_context(self, left: int, right: int) -> None:
+        """Set both contexts; ``load`` calls it where they depend on the checkpoint.
+
+        Args:
+            left: at least so many frames of left context make windows equal one call.
+            right: frames to hold back.
 
         Raises:
-            ConfigError: ``engine.left_context`` is below ``min_left_context``.
+            ConfigError: ``engine.left_context`` is below ``left``.
         """
-        super().__init__(context)
-        assert isinstance(context.options, CodecOptions)
-        chosen = context.options.left_context
-        if chosen is not None and chosen < self.min_left_context:
+        assert isinstance(self.context.options, CodecOptions)
+        chosen = self.context.options.left_context
+        if chosen is not None and chosen < left:
             raise ConfigError(
                 [
-                    f"stage {context.stage.name!r}, engine.left_context: {chosen} is below {self.min_left_context},"
+                    f"stage {self.context.stage.name!r}, engine.left_context: {chosen} is below {left},"
                     f" the fewest frames at which {type(self).__name__} streams without clicks"
                 ]
             )
-        self.left_context = self.min_left_context if chosen is None else chosen
+        self.min_left_context, self.right_context = left, right
+        self.left_context = left if chosen is None else chosen
 
     @abstractmethod
     def decode_windows(self, windows: Sequence[NDArray[np.int64]]) -> Sequence[Samples]:

@@ -41,6 +41,28 @@ class ReferenceVoice:
     text: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class SpokenTurn:
+    """A turn of a conversation that was heard: float32 mono ``samples`` [n], and the ``text`` that is said in them."""
+
+    text: str
+    samples: NDArray[np.float32]
+
+
+def spoken_turn(extras: Mapping[str, Any], sample_rate: int) -> SpokenTurn | None:
+    """The reference of a request, for a model that continues a conversation; None if it brings none. Blocking.
+
+    Raises:
+        InvalidRequestError: as ``reference_voice``, or the recording comes without its text.
+    """
+    reference = reference_voice(extras, sample_rate)
+    if reference is None:
+        return None
+    if reference.text is None:
+        raise InvalidRequestError("ref_text: this model needs the words that are said in ref_audio", "ref_text")
+    return SpokenTurn(reference.text, reference.samples)
+
+
 def reference_voice(extras: Mapping[str, Any], sample_rate: int) -> ReferenceVoice | None:
     """The reference of a request, decoded; None if it brings none. Blocking: some milliseconds per second of sound.
 

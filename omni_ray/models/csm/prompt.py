@@ -1,4 +1,4 @@
-"""What the talker is asked: a text, who says it, and perhaps a turn before it with its sound. numpy only.
+"""What the talker is asked: a text, who says it, and perhaps a turn before it with its sound. No heavy imports.
 
 As upstream's processor writes a conversation: each turn is ``<|begin_of_text|>[speaker]text<|end_of_text|>``, and a
 turn whose sound is known goes on with one ``<|AUDIO|>`` per code frame and ``<|audio_eos|>``.
@@ -7,8 +7,7 @@ turn whose sound is known goes on with one ``<|AUDIO|>`` per code frame and ``<|
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
+from omni_ray.engine.reference_voice import SpokenTurn
 
 SAMPLE_RATE: Final = 24_000
 """Hz, of Mimi."""
@@ -19,14 +18,6 @@ BEGIN: Final = "<|begin_of_text|>"
 END: Final = "<|end_of_text|>"
 AUDIO: Final = "<|AUDIO|>"
 AUDIO_END: Final = "<|audio_eos|>"
-
-
-@dataclass(frozen=True, slots=True)
-class SpokenTurn:
-    """A turn before: float32 mono ``samples`` [n] at 24 kHz, and the ``text`` that is said in them."""
-
-    text: str
-    samples: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.reference_voice import SpokenTurn
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, Request
 from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.csm.pipeline import PIPELINE
-from omni_ray.models.csm.prompt import CsmPrompt, SpokenTurn
+from omni_ray.models.csm.prompt import CsmPrompt
 from omni_ray.models.csm.talker import CsmTalker
 from tests.models.csm.conftest import WORDS, Generate
 
