@@ -29,6 +29,7 @@ OMNI_PIPELINES: dict[str, str] = {
     "cascade": "omni_ray.cascade:resolve",
     "csm": "omni_ray.models.csm.pipeline:PIPELINE",
     "diffusion": "omni_ray.models.diffusion.pipeline:PIPELINE",
+    "higgs_audio_v2": "omni_ray.models.higgs_audio_v2.pipeline:PIPELINE",
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
     "qwen2_5_omni": "omni_ray.models.qwen2_5_omni.pipeline:resolve",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
@@ -51,6 +52,8 @@ _MODELS: dict[str, str] = {
     "CsmTalker": "omni_ray.models.csm.talker:CsmTalker",
     "CsmCode2Wav": "omni_ray.models.csm.code2wav:CsmCode2Wav",
     "DiffusersTextToImage": "omni_ray.models.diffusion.model:DiffusersTextToImage",
+    "HiggsTalker": "omni_ray.models.higgs_audio_v2.talker:HiggsTalker",
+    "HiggsCode2Wav": "omni_ray.models.higgs_audio_v2.code2wav:HiggsCode2Wav",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.model:MossTTSNano",
     "Qwen2_5OmniThinker": "omni_ray.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "Qwen2_5OmniTalker": "omni_ray.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
@@ -63,6 +66,7 @@ _MODELS: dict[str, str] = {
 
 _EXTRAS: dict[str, str] = {
     "CsmTalker": "omni_ray.models.csm.options:EXTRAS",
+    "HiggsTalker": "omni_ray.models.higgs_audio_v2.options:EXTRAS",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.options:EXTRAS",
     "RampThinker": "omni_ray.models.ramp.options:EXTRAS",
 }
