@@ -35,6 +35,7 @@ OMNI_PIPELINES: dict[str, str] = {
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
     "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
     "voice_chat": "omni_ray.models.voice_chat.pipeline:PIPELINE",
+    "voxcpm2": "omni_ray.models.voxcpm2.pipeline:PIPELINE",
 }
 """Pipeline name -> dotted path of a ``PipelineConfig``, or of a resolver ``(hf_config: dict) -> PipelineConfig``."""
 
@@ -58,6 +59,7 @@ _MODELS: dict[str, str] = {
     "Qwen2_5OmniThinker": "omni_ray.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "Qwen2_5OmniTalker": "omni_ray.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
     "Qwen2_5OmniToken2Wav": "omni_ray.models.qwen2_5_omni.token2wav:Qwen2_5OmniToken2Wav",
+    "VoxCPM2": "omni_ray.models.voxcpm2.model:VoxCPM2",
     "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
     "Qwen3OmniThinkerVLLM": "omni_ray.models.qwen3_omni.vllm_thinker:Qwen3OmniThinkerVLLM",
     "Qwen3OmniTalker": "omni_ray.models.qwen3_omni.talker:Qwen3OmniTalker",
@@ -69,6 +71,7 @@ _EXTRAS: dict[str, str] = {
     "HiggsTalker": "omni_ray.models.higgs_audio_v2.options:EXTRAS",
     "MossTTSNano": "omni_ray.models.moss_tts_nano.options:EXTRAS",
     "RampThinker": "omni_ray.models.ramp.options:EXTRAS",
+    "VoxCPM2": "omni_ray.models.voxcpm2.options:EXTRAS",
 }
 
 
