@@ -33,6 +33,7 @@ OMNI_PIPELINES: dict[str, str] = {
     "moss_tts_nano": "omni_ray.models.moss_tts_nano.pipeline:PIPELINE",
     "qwen2_5_omni": "omni_ray.models.qwen2_5_omni.pipeline:resolve",
     "qwen3_omni": "omni_ray.models.qwen3_omni.pipeline:resolve",
+    "qwen3_tts": "omni_ray.models.qwen3_tts.pipeline:resolve",
     "ramp": "omni_ray.models.ramp.pipeline:PIPELINE",
     "voice_chat": "omni_ray.models.voice_chat.pipeline:PIPELINE",
     "voxcpm2": "omni_ray.models.voxcpm2.pipeline:PIPELINE",
@@ -63,6 +64,7 @@ _MODELS: dict[str, str] = {
     "Qwen3OmniThinker": "omni_ray.models.qwen3_omni.thinker:Qwen3OmniThinker",
     "Qwen3OmniThinkerVLLM": "omni_ray.models.qwen3_omni.vllm_thinker:Qwen3OmniThinkerVLLM",
     "Qwen3OmniTalker": "omni_ray.models.qwen3_omni.talker:Qwen3OmniTalker",
+    "Qwen3TTS": "omni_ray.models.qwen3_tts.model:Qwen3TTS",
     "Qwen3OmniCode2Wav": "omni_ray.models.qwen3_omni.code2wav:Qwen3OmniCode2Wav",
 }
 
