@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, CsmForConditionalGeneration
 
-from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
+from omni_ray.engine.ar_model import PREFILL_CHUNK, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import has_tensor, load_parts
-from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.prompted_talker import PromptedTalker
 from omni_ray.engine.sampler import CANDIDATES
-from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Request
@@ -30,7 +29,7 @@ from omni_ray.models.csm.talker_input import PromptRows, TurnIds
 BACKBONE_TABLE: Final = "backbone_model.embed_tokens.embed_audio_tokens.weight"
 
 
-class CsmTalker(CodecLM):
+class CsmTalker(PromptedTalker):
     """``CsmPrompt`` in; frames int64 [codebooks] out.
 
     All codebooks are drawn by the request's temperature, ``top_k`` and ``top_p``, as in Sesame's generator
@@ -38,8 +37,7 @@ class CsmTalker(CodecLM):
     codec has no vector for are never drawn: upstream draws them and fails when it decodes. The end is a frame of
     ``codebook_eos_token_id`` in all codebooks but the last, as upstream.
 
-    Deterministic mode gives every call a fixed shape: decode over all rows, prompts in padded pieces, attention over
-    the whole cache. A recording is encoded alone in any mode.
+    A recording is encoded alone in any mode.
     """
 
     encodes_apart = True
@@ -57,7 +55,6 @@ class CsmTalker(CodecLM):
             stage, asked = self.context.stage.name, options.max_model_len
             raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
         torch.set_num_threads(options.threads)
-        self._deterministic = options.deterministic
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._turn = TurnIds.of(AutoTokenizer.from_pretrained(directory), directory)
         random = self.context.load_format == "dummy"
@@ -86,15 +83,11 @@ class CsmTalker(CodecLM):
     def _set_up(self, options: CodecLMOptions) -> None:
         config, upstream = self._config, self._upstream
         self.frame_rate = float(config.codec_config.frame_rate)
-        rows = rounded_up(options.max_num_seqs, ELEMENTS if self._deterministic else 1)
-        # One position more than any request needs: rows that are not wanted in a step write there.
-        self._backbone = SlotDecoder(upstream.backbone_model, rows, rounded_up(options.max_model_len + 1, POSITIONS))
+        rows = self.hold(upstream.backbone_model, options, upstream.lm_head.weight)
         self._depth = DepthDecoder(upstream.depth_decoder)
         self._silent = torch.arange(config.vocab_size, device=self._device) >= config.codec_config.codebook_size
-        self._lengths: dict[int, int] = {}
         self._sampling = RowSampling.empty(rows, self._device)
         self._said = torch.zeros(rows, config.vocab_size, dtype=torch.bool, device=self._device)
-        self._last = torch.zeros(rows, config.hidden_size, device=self._device).to(upstream.lm_head.weight)
 
     def encode(self, prompt: Any) -> PromptRows:
         """See ``SlotModel.encode``; a recording takes Mimi's encoder some time."""
@@ -119,32 +112,13 @@ class CsmTalker(CodecLM):
         embeds: Tensor = self._upstream.backbone_model.embed_tokens(frames[None])[0]
         return embeds
 
-    def units(self, prompt: Any) -> int:
-        """See ``CodecLM.units``: a unit is a token of the text to speak."""
-        assert isinstance(prompt, PromptRows)
-        return prompt.units
-
-    def begin(self, slot: int, prompt: PromptRows) -> int:
-        """See ``SlotModel.begin``."""
-        self._lengths[slot] = len(prompt)
+    def clear(self, slot: int) -> None:
+        """See ``PromptedTalker.clear``."""
         self._said[slot] = False
-        self._last[slot] = prompt.last
-        return 0
-
-    def release(self, slot: int) -> None:
-        """See ``SlotModel.release``; the slot's next request overwrites its KV."""
-        self._lengths.pop(slot, None)
 
     def sample_as(self, slot: int, request: Request) -> None:
         """See ``CodecLM.sample_as``."""
         self._sampling.set(slot, request)
-
-    def feed(self, slot: int, item: Any) -> int:
-        """Nothing is fed: the prompt holds the whole text."""
-        raise TypeError(f"the talker takes nothing behind its prompt, got {type(item).__name__}")
-
-    def end_feed(self, slot: int) -> None:
-        """See ``CodecLM.end_feed``."""
 
     def probes(self) -> Sequence[Probe]:
         """Four prompts of different lengths, one of them longer than a piece."""
@@ -154,56 +128,30 @@ class CsmTalker(CodecLM):
 
     def prefill(self, slot: int, piece: PromptRows, start: int) -> None:
         """See ``CodecLM.prefill``."""
-        self._compute(slot, piece.embeds, start)
-
-    def _compute(self, slot: int, embeds: Tensor, start: int) -> None:
-        """Write the KV of positions ``start ..`` of a slot, from their inputs [n, hidden]."""
-        length, reach = self._backbone.length, start + len(embeds)
-        if self._deterministic:
-            # The padding writes beyond these positions, where later ones overwrite it before anyone looks.
-            missing = min(rounded_up(len(embeds), PREFILL_CHUNK), length - start) - len(embeds)
-            embeds, reach = nn.functional.pad(embeds, (0, 0, 0, missing)), length
-        positions = torch.arange(start, start + len(embeds), device=self._device)[None]
-        self._backbone.forward(embeds[None], positions, positions, range(slot, slot + 1), reach)
+        self.compute(slot, piece.embeds, start)
 
     def follow(self, slot: int, frames: Tensor, start: int) -> None:
         """See ``CodecLM.follow``."""
         codes = frames.to(self._device)
-        embeds = torch.cat((self._last[slot][None], self._frames(codes)))
-        self._compute(slot, embeds[:-1], self._lengths[slot] + start)
+        self.follow_rows(slot, self._frames(codes), start)
         self._said[slot, codes[:, 0]] = True
-        self._last[slot] = embeds[-1]
 
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
-        """See ``CodecLM.step``.
-
-        Rows between the first and the last slot that are not wanted are computed too and thrown away: gathering KV
-        would cost more. They write at the last position, which is nobody's.
-        """
-        length = self._backbone.length
-        rows = range(self._backbone.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
-        mine = slice(rows.start, rows.stop)
-        where, frame = [length - 1] * len(rows), [0] * len(rows)
-        for slot, step in zip(slots, steps, strict=True):
-            where[slot - rows.start], frame[slot - rows.start] = self._lengths[slot] + step, step
-        positions = torch.tensor(where, device=self._device)[:, None]
-        reach = length if self._deterministic else max(w for w in where if w < length - 1) + 1
-        hidden = self._backbone.forward(self._last[mine, None], positions, positions, rows, reach)[:, 0]
-
-        how, numbers = self._sampling.take(mine), torch.tensor(frame, device=self._device)
+        """See ``CodecLM.step``."""
+        rows = self.step_rows(slots, steps)
+        how = self._sampling.take(rows.mine)
         candidates = CANDIDATES if self._deterministic else int(how.top_k.max())
-        raw = self._upstream.lm_head(hidden).float()
+        raw = self._upstream.lm_head(rows.hidden).float()
 
         def choose(codebook: int, logits: Tensor) -> Tensor:
-            return draw(logits.masked_fill(self._silent, -torch.inf), how, numbers, codebook, candidates)
+            return draw(logits.masked_fill(self._silent, -torch.inf), how, rows.numbers, codebook, candidates)
 
-        first = choose(0, penalise(raw, self._said[mine], how.penalty))
-        frames, tail = self._depth.complete(hidden, first, choose)
+        first = choose(0, penalise(raw, self._said[rows.mine], how.penalty))
+        frames, tail = self._depth.complete(rows.hidden, first, choose)
         last = self._frames(frames)
-        taken = torch.tensor([slot - rows.start for slot in slots], device=self._device)
-        frames, evidence = frames[taken], torch.cat((raw, tail.float()), -1)[taken]
+        frames, evidence = frames[rows.taken], torch.cat((raw, tail.float()), -1)[rows.taken]
         # Only now, when nothing can fail any more.
-        self._said[taken + rows.start, frames[:, 0]] = True
-        self._last[taken + rows.start] = last[taken]
+        self._said[rows.slots, frames[:, 0]] = True
+        self._last[rows.slots] = last[rows.taken]
         ended = (frames[:, :-1] == self._config.codebook_eos_token_id).all(-1).tolist()
         return FrameStep(frames.cpu(), ended, torch.isfinite(evidence.sum(-1)).tolist(), evidence)

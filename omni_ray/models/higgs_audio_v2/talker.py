@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
-from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
+from omni_ray.engine.ar_model import PREFILL_CHUNK, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import load_parts
-from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
+from omni_ray.engine.prompted_talker import PromptedTalker
 from omni_ray.engine.sampler import CANDIDATES
-from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Request
 from omni_ray.errors import ConfigError, InvalidRequestError
@@ -33,15 +32,14 @@ from omni_ray.models.higgs_audio_v2.stage_checkpoint import codec_checkpoint, ta
 from omni_ray.models.higgs_audio_v2.talker_input import ChatIds, PromptRows, joined
 
 
-class HiggsTalker(CodecLM):
+class HiggsTalker(PromptedTalker):
     """``HiggsPrompt`` in; rows int64 [codebooks] out, begin and end codes in them.
 
     All codebooks are drawn by the request's temperature, ``top_k``, ``top_p`` and repetition penalty (upstream knows no
     penalty), and anew where they repeat, as the checkpoint's ``generation_config.json`` says; a greedy request draws
     nothing anew, where upstream does. An answer is over at a row of end codes, as upstream.
 
-    Deterministic mode gives every call a fixed shape: decode over all rows, prompts in padded pieces, attention over
-    the whole cache. A recording is encoded alone in any mode.
+    A recording is encoded alone in any mode.
     """
 
     encodes_apart = True
@@ -60,7 +58,6 @@ class HiggsTalker(CodecLM):
             stage, asked = self.context.stage.name, options.max_model_len
             raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
         torch.set_num_threads(options.threads)
-        self._deterministic = options.deterministic
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._chat = ChatIds.of(AutoTokenizer.from_pretrained(directory), directory)
         random = self.context.load_format == "dummy"
@@ -93,13 +90,9 @@ class HiggsTalker(CodecLM):
 
     def _set_up(self, options: HiggsTalkerOptions, again: RepetitionAware) -> None:
         config, upstream = self._config, self._upstream
-        rows = rounded_up(options.max_num_seqs, ELEMENTS if self._deterministic else 1)
         self._layers = DualFFN(upstream.model)
-        # One position more than any request needs: rows that are not wanted in a step write there.
-        self._backbone = SlotDecoder(self._layers, rows, rounded_up(options.max_model_len + 1, POSITIONS))
-        self._lengths: dict[int, int] = {}
+        rows = self.hold(self._layers, options, upstream.audio_lm_head.weight)
         self._codes = CodeRows(rows, config, again, self._device)
-        self._last = torch.zeros(rows, config.hidden_size, device=self._device).to(upstream.audio_lm_head.weight)
 
     def encode(self, prompt: Any) -> PromptRows:
         """See ``SlotModel.encode``; a recording takes the codec's encoder some time.
@@ -142,32 +135,13 @@ class HiggsTalker(CodecLM):
         embeds: Tensor = self._upstream.model.embed_audio_tokens(rows)
         return embeds
 
-    def units(self, prompt: Any) -> int:
-        """See ``CodecLM.units``: a unit is a token of the text to speak."""
-        assert isinstance(prompt, PromptRows)
-        return prompt.units
-
-    def begin(self, slot: int, prompt: PromptRows) -> int:
-        """See ``SlotModel.begin``."""
-        self._lengths[slot] = len(prompt)
+    def clear(self, slot: int) -> None:
+        """See ``PromptedTalker.clear``."""
         self._codes.clear(slot)
-        self._last[slot] = prompt.last
-        return 0
-
-    def release(self, slot: int) -> None:
-        """See ``SlotModel.release``; the slot's next request overwrites its KV."""
-        self._lengths.pop(slot, None)
 
     def sample_as(self, slot: int, request: Request) -> None:
         """See ``CodecLM.sample_as``."""
         self._codes.sample_as(slot, request)
-
-    def feed(self, slot: int, item: Any) -> int:
-        """Nothing is fed: the prompt holds the whole text."""
-        raise TypeError(f"the talker takes nothing behind its prompt, got {type(item).__name__}")
-
-    def end_feed(self, slot: int) -> None:
-        """See ``CodecLM.end_feed``."""
 
     def probes(self) -> Sequence[Probe]:
         """Four prompts of different lengths, one of them longer than a piece."""
@@ -176,58 +150,33 @@ class HiggsTalker(CodecLM):
 
     def prefill(self, slot: int, piece: PromptRows, start: int) -> None:
         """See ``CodecLM.prefill``."""
-        self._compute(slot, piece.embeds, piece.sound, start)
-
-    def _compute(self, slot: int, embeds: Tensor, sound: Tensor, start: int) -> None:
-        """Write the KV of positions ``start ..`` of a slot, from their inputs [n, hidden] and kinds bool [n]."""
-        length, reach = self._backbone.length, start + len(embeds)
-        kinds: bool | Tensor = sound[None]
+        kinds = piece.sound
         if self._deterministic:
-            # The padding writes beyond these positions, where later ones overwrite it before anyone looks.
-            missing = min(rounded_up(len(embeds), PREFILL_CHUNK), length - start) - len(embeds)
-            embeds, reach = nn.functional.pad(embeds, (0, 0, 0, missing)), length
-            kinds = nn.functional.pad(sound, (0, missing))[None]
-        elif bool(sound.all()) or not bool(sound.any()):
-            kinds = bool(sound.any())
-        positions = torch.arange(start, start + len(embeds), device=self._device)[None]
-        self._layers.sound = kinds
-        self._backbone.forward(embeds[None], positions, positions, range(slot, slot + 1), reach)
+            self._layers.sound = nn.functional.pad(kinds, (0, self.padding(len(kinds), start)))[None]
+        else:
+            alike = bool(kinds.all()) or not bool(kinds.any())
+            self._layers.sound = bool(kinds[0]) if alike else kinds[None]
+        self.compute(slot, piece.embeds, start)
 
     def follow(self, slot: int, frames: Tensor, start: int) -> None:
         """See ``CodecLM.follow``."""
         codes, row = frames.to(self._device), torch.tensor([slot], device=self._device)
-        embeds = torch.cat((self._last[slot][None], self._sound(codes)))
-        sound = torch.ones(len(codes), dtype=torch.bool, device=self._device)
-        self._compute(slot, embeds[:-1], sound, self._lengths[slot] + start)
+        self._layers.sound = True
+        self.follow_rows(slot, self._sound(codes), start)
         for number, of_step in enumerate(codes, start=start):
             self._codes.take(row, of_step[None], torch.tensor([number], device=self._device))
-        self._last[slot] = embeds[-1]
 
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
-        """See ``CodecLM.step``.
-
-        Rows between the first and the last slot that are not wanted are computed too and thrown away: gathering KV
-        would cost more. They write at the last position, which is nobody's.
-        """
-        length, config = self._backbone.length, self._config
-        rows = range(self._backbone.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
-        mine = slice(rows.start, rows.stop)
-        where, number = [length - 1] * len(rows), [0] * len(rows)
-        for slot, step in zip(slots, steps, strict=True):
-            where[slot - rows.start], number[slot - rows.start] = self._lengths[slot] + step, step
-        positions, numbers = (torch.tensor(values, device=self._device) for values in (where, number))
-        reach = length if self._deterministic else max(w for w in where if w < length - 1) + 1
-        self._layers.sound = True
-        angles = positions[:, None]
-        hidden = self._backbone.forward(self._last[mine, None], angles, angles, rows, reach)[:, 0]
-        raw = self._upstream.audio_lm_head(hidden).float()
-        logits = raw.view(len(rows), config.num_codebooks, config.codebook_size)
-        codes = self._codes.draw(logits, mine, numbers, CANDIDATES if self._deterministic else None)
+        """See ``CodecLM.step``."""
+        self._layers.sound, config = True, self._config
+        rows = self.step_rows(slots, steps)
+        raw = self._upstream.audio_lm_head(rows.hidden).float()
+        logits = raw.view(len(raw), config.num_codebooks, config.codebook_size)
+        codes = self._codes.draw(logits, rows.mine, rows.numbers, CANDIDATES if self._deterministic else None)
         last = self._sound(codes)
-        taken = torch.tensor([slot - rows.start for slot in slots], device=self._device)
-        frames, evidence = codes[taken], raw[taken]
+        frames, evidence = codes[rows.taken], raw[rows.taken]
         finite = torch.isfinite(evidence.sum(-1)).tolist()
         # Only now, when nothing can fail any more.
-        self._codes.take(taken + rows.start, frames, numbers[taken])
-        self._last[taken + rows.start] = last[taken]
+        self._codes.take(rows.slots, frames, rows.numbers[rows.taken])
+        self._last[rows.slots] = last[rows.taken]
         return FrameStep(frames.cpu(), self._codes.over(frames).tolist(), finite, evidence)
