@@ -62,6 +62,7 @@ class ChatReader:
         except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError([f"{directory}: its tokenizer or processor does not load: {error}"]) from error
         self.stop_ids = stop_ids(directory, self._decoder)
+        self._reserved = [token.content for token in self._decoder.added_tokens_decoder.values() if token.special]
         self._reader = self._processor or self._tokenizer
         template = self._reader.chat_template or self._tokenizer.chat_template
         self._template = template.get("default") if isinstance(template, Mapping) else template
@@ -71,8 +72,13 @@ class ChatReader:
         """A model's inputs.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or media cannot be placed in it.
+            InvalidRequestError: the template refuses the messages, media cannot be placed in it, or a text holds a
+                special token, which would be read as one: a user's words could forge a system message.
         """
+        texts = [_text(message) for message in prompt.messages]
+        for token in self._reserved if self._template is not None else ():
+            if any(token in text for text in texts):
+                raise InvalidRequestError(f"a text holds the reserved token {token!r}", "messages")
         try:
             made = self._encoded(prompt)
         except TemplateError as error:
