@@ -351,6 +351,23 @@ async def test_sampling_stop_limits_and_takeover(made: Callable[[str], Path]):
     await served.engine.stop()
 
 
+def test_a_repeated_step_is_the_same_step(made: Callable[[str], Path]):
+    """The engine repeats the others' step when one row fails; a cache that grew twice would answer something else."""
+    model = AnyThinker(Served(made("llama")).engine.context)
+    model.load()
+    prompt = model.encode(ChatPrompt(chat("Hello!")))
+    length = len(prompt)
+    assert model.begin(2, prompt) == length - 1
+    logits, tokens = model.prefill(2, prompt[length - 1 :], length - 1), []
+    for position in range(length, length + 5):
+        tokens.append(int(logits.argmax()))
+        logits = model.step([2], tokens[-1:], [position])
+        assert torch.equal(model.step([2], tokens[-1:], [position]), logits)
+    whole = model._stepwise.model.generate(**prompt.inputs, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert whole[0, length:].tolist() == tokens
+    model.release(2)
+
+
 async def test_the_checkpoints_own_length_bounds_an_answer(made: Callable[[str], Path]):
     """``max_model_len`` is 2048 by default and this checkpoint has 1024 positions."""
     served = Served(made("llama"))
