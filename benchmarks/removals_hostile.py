@@ -162,7 +162,7 @@ HOSTILE = (
     Removal(
         "only listed hosts are fetched from",
         API + "fetch.py",
-        "if not self._config.allows(url.scheme, url.host, url.port) or url.userinfo:",
+        "if not self._config.allows(url.scheme, _host(url), url.port) or url.userinfo:",
         "if False:",
         TEST_API + "fetch.py::test_what_is_not_on_the_list_is_not_touched",
     ),

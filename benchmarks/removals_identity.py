@@ -89,8 +89,8 @@ CANCELLATION = (
     Removal(
         "a consumer that stops cancels its producer",
         SERVE + "stage_client.py",
-        "            response.cancel()",
-        "            pass",
+        "        response.cancel()",
+        "        pass",
         TEST_SERVE + "faults.py::test_hanging_up_stops_every_stage",
     ),
     Removal(
@@ -219,14 +219,14 @@ REPAIR = (
     Removal(
         "chat: an error in mid-stream is one error event",
         API + "chat.py",
-        "            yield sse.data(error_body(public_error(error, info.request_id)))",
+        '            yield sse.failure("chat", error_body(public_error(error, info.request_id)))',
         "            pass",
         TEST_API + "chat.py::test_failure_after_chunk_three",
     ),
     Removal(
         "speech events: an error in mid-stream is one error event",
         API + "speech.py",
-        '            yield sse.event({"type": "speech.audio.error", **shown})',
+        '            yield sse.failure("speech", error_body(public_error(error, info.request_id)))',
         "            pass",
         TEST_API + "speech.py::test_failure_in_mid_stream",
     ),

@@ -76,7 +76,7 @@ LOAD = (
     Removal(
         "upstream starts only when the engine has a place",
         SERVE + "stage_run.py",
-        "        await self._asked.wait()\n",
+        "        await self._inputs.asked.wait()\n",
         "",
         TEST_SERVE + "faults.py::test_overload_is_refused_before_anything_starts",
     ),
