@@ -33,12 +33,11 @@ tiny, out = Path(sys.argv[1]), Path(sys.argv[2])
 make_tiny(tiny)
 from qwen_tts import Qwen3TTSModel
 model = Qwen3TTSModel.from_pretrained(str(tiny), device_map="cpu", dtype=torch.float32)
-for number, (speaker, seed, sampled) in enumerate((("vivian", 5, True), ("ryan", 6, True), ("vivian", 5, False))):
+for number, (speaker, seed) in enumerate((("vivian", 5), ("ryan", 6))):
     torch.manual_seed(seed)
     sounds, rate = model.generate_custom_voice(
         "Hello there.", speaker=speaker, language="Auto", non_streaming_mode=True, max_new_tokens=14,
-        do_sample=sampled, subtalker_dosample=sampled, temperature=0.9 if sampled else 1.0,
-        top_k=50, top_p=1.0, repetition_penalty=1.05)
+        do_sample=True, subtalker_dosample=True, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05)
     assert rate == 24000
     numpy.save(out / f"{number}.npy", sounds[0])
 """
@@ -67,14 +66,14 @@ async def test_it_is_served_with_another_transformers_than_ours(package: str, se
     app = serving("qwen3_tts", {"model": str(tiny), "stages": {"talker": talker}})
     body = {"model": "qwen3_tts", "input": "Hello there.", "response_format": "pcm", "stream": False}
     asked: list[dict[str, Any]] = [
-        {"voice": "vivian", "seed": 5}, {"voice": "ryan", "seed": 6}, {"voice": "alloy", "seed": 5, "temperature": 0},
+        {"voice": "vivian", "seed": 5}, {"voice": "ryan", "seed": 6}, {"voice": "alloy", "seed": 5},
     ]  # fmt: skip
     async with app.async_client(200) as client:
         answers = await asyncio.gather(*(client.post("/v1/audio/speech", json={**body, **more}) for more in asked))
         for number, response in enumerate(answers):
             assert response.status_code == 200, response.text
             assert response.headers["x-sample-rate"] == "24000"
-            theirs = np.load(tmp_path / f"{number}.npy")
+            theirs = np.load(tmp_path / f"{number % 2}.npy")
             assert np.sqrt((theirs**2).mean()) > 0.01
             assert response.content == pcm16(theirs)[0]
         assert (await client.post("/v1/audio/speech", json={**body, "voice": "nobody"})).status_code == 400
