@@ -138,6 +138,13 @@ class StageTimeoutError(StageFailedError):
     error_type = "timeout_error"
 
 
+class StageSilentError(StageTimeoutError):
+    """A stage that had begun to answer fell silent: it hangs, or its node is gone and nobody said so.
+
+    The ingress may try elsewhere, once.
+    """
+
+
 class SchemaMismatchError(StageFailedError):
     """Two replicas speak different versions of an edge's schema (a roll-out is under way)."""
 

@@ -48,14 +48,15 @@ class StreamingConfig(StrictModel):
         coalesce_ms: after the first event, at most one message per stream in this time.
         inline_bytes: larger latents cross as object refs.
         window_mb: unread latents of one stream that may exist before its producer waits.
-        first_chunk_timeout_s, idle_timeout_s: longest silence before, and between, events of a stream.
+        first_chunk_timeout_s, idle_timeout_s: longest silence before, and between, events of a stream. The second one
+            is shorter than the ingress's own, so that a stream whose node fell silent can still be taken over.
     """
 
     coalesce_ms: float = Field(default=20, ge=0)
     inline_bytes: int = Field(default=100_000, ge=0, le=1_000_000)
     window_mb: float = Field(default=64, gt=0)
     first_chunk_timeout_s: float = Field(default=60, gt=0)
-    idle_timeout_s: float = Field(default=60, gt=0)
+    idle_timeout_s: float = Field(default=45, gt=0)
 
 
 class ObserveConfig(StrictModel):

@@ -14,7 +14,7 @@ from typing import Final
 
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.engine.types import Finish
-from omni_ray.errors import ReplicaDiedError, SaturatedError, TakeoverRefusedError
+from omni_ray.errors import ReplicaDiedError, SaturatedError, StageSilentError, TakeoverRefusedError
 from omni_ray.serve.events import Envelope, Event, Opened, OutputEvent, Recorded, RecordEvent
 from omni_ray.serve.records import MAX_RECORD_BYTES, StageRecord, recordable, total_bytes
 
@@ -68,6 +68,7 @@ class Attempts:
         self._patience_s = patience_s
         self._shown = False
         self._alone = 0
+        self._was_silent = False
         self._opened: dict[str, Opened] = {}  # of this attempt
         self._known: dict[str, Opened] = {}  # of any
         self._records: dict[str, StageRecord] = {}
@@ -100,15 +101,20 @@ class Attempts:
             return None
         return event if new is event.output else OutputEvent(event.stage, new)
 
-    def again(self, error: ReplicaDiedError) -> None:
-        """A replica died: prepare the next attempt.
+    def again(self, error: ReplicaDiedError | StageSilentError) -> None:
+        """A replica died, or fell silent: prepare the next attempt. A second silence is the request's own.
 
         Raises:
-            ReplicaDiedError: ``error``: there is none.
+            ReplicaDiedError, StageSilentError: ``error``: there is none.
             TakeoverRefusedError: the same, because a stage's engine cannot go on with a request.
         """
-        died = self._opened.get(error.stage)
-        if died is not None:  # else it never ran there: the replica was dying when it was chosen
+        if isinstance(error, StageSilentError):
+            if self._was_silent:
+                raise error
+            self._was_silent = True
+        elif (
+            died := self._opened.get(error.stage)
+        ) is not None:  # else it never ran there: the replica was dying when it was chosen
             self._alone += self._tenants.alone(died.replica, self._who)
         if not self._shown:
             if not self._retries:

@@ -16,7 +16,7 @@ from omni_ray.config.deploy import ObserveConfig, StreamingConfig
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import OutputKind, PipelineConfig, RequestPart
 from omni_ray.engine.types import Clip, Request
-from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageTimeoutError
+from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageSilentError, StageTimeoutError
 from omni_ray.registry import extras_for
 from omni_ray.serve.attempts import Attempts, Tenants
 from omni_ray.serve.events import Envelope, Event, OutputEvent
@@ -151,7 +151,7 @@ class Dispatcher:
                                 watch.output(new.output)
                                 yield new
                     complete, outcome = True, "finished"
-                except ReplicaDiedError as error:
+                except (ReplicaDiedError, StageSilentError) as error:
                     if not attempts.unfinished:  # only the stream's end is lost; nothing is left to be made
                         outcome = "finished"
                         break

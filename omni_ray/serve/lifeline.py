@@ -9,6 +9,10 @@ read, and the producer waits while too many are unread.
 The report also keeps latents alive. Ray frees an object whose owner has dropped it although a ref to it, nested in an
 item of a stream, waits unread in another process (ReferenceCountingAssertionError: 46 of 60 refs read 50 ms late on one
 raylet, 10 of 60 read at once from another one; Ray 2.60). So the producer holds every ref until it was read.
+
+And it counts messages: Ray ends a stream by blocking the producer's event loop until the consumer's process has
+confirmed every item (WaitAllObjectsReported; Ray 2.60), so one frozen consumer would freeze all other streams of its
+producer. A stream therefore ends only when its consumer has taken all of it.
 """
 
 import asyncio
@@ -23,7 +27,7 @@ from typing import Any
 
 from omni_ray.serve.events import LifelineAddress
 
-_CREDIT = struct.Struct("!Q")
+_CREDIT = struct.Struct("!QQ")  # bytes of latents read, messages taken
 _CONNECT_TIMEOUT_S = 5.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
@@ -50,6 +54,7 @@ class ConsumerEnd:
         self._writer: asyncio.StreamWriter | None = None
         self._unread: deque[Latent] = deque()
         self._read = 0
+        self._taken = 0
 
     def attach(self, writer: asyncio.StreamWriter) -> None:
         """The producer connected."""
@@ -62,12 +67,17 @@ class ConsumerEnd:
         self._unread.append(latent)
         return latent
 
+    def took(self) -> None:
+        """A message of the stream arrived."""
+        self._taken += 1
+        self.report()
+
     def report(self) -> None:
-        """Report the bytes of all latents that were read and have none unread before them."""
+        """Report messages taken, and the bytes of all latents that were read and have none unread before them."""
         while self._unread and self._unread[0].is_read:
             self._read += self._unread.popleft().nbytes
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(_CREDIT.pack(self._read))
+            self._writer.write(_CREDIT.pack(self._read, self._taken))
 
     def close(self) -> None:
         """The stream is over."""
@@ -126,6 +136,8 @@ class ProducerEnd:
         self._window = window_bytes
         self._sent = 0
         self._read = 0
+        self._messages = 0
+        self._taken = 0
         self._held: deque[tuple[int, Any]] = deque()
         self._put = 0
         self._moved = asyncio.Event()
@@ -141,6 +153,10 @@ class ProducerEnd:
         """Account for ``nbytes`` that are sent without waiting; they will be reported as read like all others."""
         self._sent += nbytes
 
+    def message(self) -> None:
+        """A message goes out."""
+        self._messages += 1
+
     def hold(self, ref: Any, nbytes: int) -> None:
         """Keep ``ref``, which goes out next, until its ``nbytes`` are reported as read."""
         self._put += nbytes
@@ -151,12 +167,19 @@ class ProducerEnd:
         self._held.clear()
 
     async def drained(self) -> None:
-        """Wait until everything sent was read, or the consumer is gone.
+        """Wait until everything sent was taken and read, or the consumer is gone.
 
         A ref dies with the process that put it, and a leaving replica ends once it has no streams left: so a stream
         must not end while its consumer still has refs to read.
         """
+        await self.taken()
         while self._sent > self._read and not self.lost.done():
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def taken(self) -> None:
+        """Wait until every message was taken, or the consumer is gone; before that no stream may end, however."""
+        while self._messages > self._taken and not self.lost.done():
             self._moved.clear()
             await self._moved.wait()
 
@@ -175,7 +198,7 @@ class ProducerEnd:
                 raw.setsockopt(socket.IPPROTO_TCP, option, value)
             writer.write(address.token.encode())
             while True:
-                (self._read,) = _CREDIT.unpack(await reader.readexactly(_CREDIT.size))
+                self._read, self._taken = _CREDIT.unpack(await reader.readexactly(_CREDIT.size))
                 while self._held and self._held[0][0] <= self._read:
                     self._held.popleft()
                 self._moved.set()

@@ -184,12 +184,19 @@ class Stage:
         if end is not None and caller.lifeline is not None:
             tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
             end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone(f"{caller.consumer} is gone")))
+
+        async def taken() -> None:
+            if end is not None:
+                await end.taken()
+
         self._ongoing[key] += 1
         self._totals["started"] += 1
         self._runs.add(run)
         try:
             async for batch in run.outbox.batches():
                 self._totals["messages"] += 1
+                if end is not None:
+                    end.message()
                 yield batch
             if end is not None:
                 await end.drained()
@@ -200,14 +207,17 @@ class Stage:
         except EngineDiedError as error:
             if error.stage == self._stage.name:
                 _leave(error)
+            await taken()
             raise
         except _ConsumerGone:
             raise  # to a consumer that lives and only lost its lifeline this is an error, never an end
         except OmniRayError:
             outcome = "failed"
+            await taken()
             raise
         except Exception as error:
             outcome = "failed"
+            await taken()
             logger.exception("stage %s failed, request %s", self._stage.name, envelope.request.request_id)
             raise StageFailedError(f"stage {self._stage.name} failed") from error
         finally:

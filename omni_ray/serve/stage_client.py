@@ -24,6 +24,7 @@ from omni_ray.errors import (
     ReplicaDiedError,
     SaturatedError,
     StageFailedError,
+    StageSilentError,
     StageTimeoutError,
 )
 from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturated
@@ -105,7 +106,7 @@ class StageClient:
     async def _events(
         self, handle: DeploymentHandle, envelope: Envelope, end: ConsumerEnd | None, trace: RunTrace | None
     ) -> AsyncGenerator[Received, None]:
-        limit = self._streaming.first_chunk_timeout_s
+        limit, late = self._streaming.first_chunk_timeout_s, StageTimeoutError
         response = handle.remote(envelope, Caller(self._consumer, end.address if end else None))
         events = response.__aiter__()
         try:
@@ -117,13 +118,15 @@ class StageClient:
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
-                    ours = StageTimeoutError(f"stage {self.stage} sent nothing for {limit:g} s")
+                    ours = late(f"stage {self.stage} sent nothing for {limit:g} s")
                 except (asyncio.CancelledError, Exception) as error:
                     ours = self._mapped(error)
                     if ours is error:
                         raise
                 if ours is not None:
                     raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
+                if end is not None:
+                    end.took()
                 self._measure(batch, trace)
                 for event in batch:
                     if isinstance(event, Saturated):
@@ -131,7 +134,7 @@ class StageClient:
                     ref_bytes = event.ref_bytes if isinstance(event, OutputEvent) else 0
                     latent = end.arrived(ref_bytes) if end is not None and ref_bytes else None
                     yield Received(event, latent, self._edge)
-                limit = self._streaming.idle_timeout_s
+                limit, late = self._streaming.idle_timeout_s, StageSilentError
         finally:
             _cancel(response)
 

@@ -248,6 +248,19 @@ class TestDrained:
             end.arrived(40).read()
             await asyncio.wait_for(draining, 1)
 
+    async def test_waits_for_the_last_message(self, host: LifelineHost):
+        """Ray would block the producer's whole process until a frozen consumer has confirmed it."""
+        async with host.open() as end, following(end.address) as producer:
+            producer.message()
+            producer.message()
+            ending, failing = (asyncio.ensure_future(wait()) for wait in (producer.drained, producer.taken))
+            end.took()
+            await asyncio.sleep(0.03)
+            assert not ending.done()
+            assert not failing.done()
+            end.took()
+            await asyncio.wait_for(asyncio.gather(ending, failing), 1)
+
     async def test_ends_with_the_consumer(self, host: LifelineHost):
         async with host.open() as end, following(end.address) as producer:
             producer.note(100)

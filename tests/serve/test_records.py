@@ -21,7 +21,7 @@ from omni_ray.engine.types import (
     TranscriptChunk,
     Usage,
 )
-from omni_ray.errors import ReplicaDiedError, SaturatedError, StageFailedError, TakeoverRefusedError
+from omni_ray.errors import ReplicaDiedError, SaturatedError, StageFailedError, StageSilentError, TakeoverRefusedError
 from omni_ray.models.ramp.pipeline import PIPELINE
 from omni_ray.serve import attempts as attempts_module
 from omni_ray.serve.attempts import Attempts, Tenants
@@ -139,6 +139,7 @@ def opened(attempts: Attempts, replica: str, resumable: bool = True) -> None:
 
 
 SOUND: Event = OutputEvent("code2wav", AudioChunk(0, np.zeros(4, np.float32), 24000))
+SILENT = StageSilentError("stage talker sent nothing for 45 s")
 DIED = ReplicaDiedError("a replica of stage talker died", stage="talker")
 
 
@@ -175,6 +176,19 @@ async def test_alone_on_two_that_died() -> None:
     opened(attempts, "b")
     with pytest.raises(ReplicaDiedError):
         attempts.again(DIED)
+
+
+async def test_a_silence_is_survived_once() -> None:
+    """A node that is gone without a word; a request that hangs its stage must not go on to hang all of them."""
+    attempts = begun(max_takeovers=9)
+    opened(attempts, "a")
+    attempts.take(SOUND)
+    attempts.again(SILENT)
+    assert attempts.envelope.resume["code2wav"].resume.samples == 4
+    opened(attempts, "b")
+    with pytest.raises(StageSilentError):
+        attempts.again(SILENT)
+    attempts.again(DIED)
 
 
 async def test_in_company_it_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,3 +191,24 @@ async def test_a_node_leaves_and_another_one_is_lost(serving: Serving) -> None:
             lose(node)
             assert await asyncio.gather(*running) == expected
             assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+
+
+async def test_a_replica_falls_silent(serving: Serving) -> None:
+    """As on a node that is gone without a word: its streams go on elsewhere, long before anybody misses the process."""
+    deploy = {**config(), "streaming": {"idle_timeout_s": 11}}  # Serve's router trusts a queue length for 10 s
+    deploy["stages"]["talker"]["deployment"] = {"num_replicas": 2}
+    app = serving("ramp", deploy)
+    app.settled("talker", 2)
+    texts = [f"{WORDS} {k}" for k in range(4)]
+    async with app.async_client(timeout=120) as client:
+        running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
+        await asyncio.to_thread(wait_until, lambda: len(app.states("code2wav")[0].leads) == len(texts), 30)
+        assert all(state.ongoing for state in app.states("talker"))
+        frozen = app.pids("talker")[0]
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            assert await asyncio.gather(*running) == [(oracle.pcm(text), text) for text in texts]
+            assert app.states("code2wav")[0].started > len(texts), "nothing was taken over"
+            assert psutil.Process(frozen).status() == psutil.STATUS_STOPPED, "Serve replaced it first"
+        finally:
+            os.kill(frozen, signal.SIGKILL)
