@@ -148,7 +148,7 @@ LOAD = (
         SERVE + "proxy_timeout.py",
         "if limit is not None and 0 < limit < max_audio_seconds:",
         "if False:",
-        TEST_SERVE + "cluster_commands.py::test_serve_build_and_deploy[ramp]",
+        TEST_SERVE + "cluster_commands.py::test_serve_build_and_deploy",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "omni_ray.serve.ingress_loss:middlewares"
 os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell starts what runs in its background so, and the commands under test would inherit it and never stop
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MAX_APPS = 3
 """Applications kept alive at once: every replica is a process of some 90 MB."""

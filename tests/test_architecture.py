@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from omni_ray.config.pipeline import StagePipelineConfig
 from omni_ray.registry import _EXTRAS, _MODELS, ENGINES, OMNI_PIPELINES, load_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -393,14 +394,17 @@ def test_model_inv_002_model_code_never_routes():
 
 
 @functools.cache
+def declared_stages() -> tuple[StagePipelineConfig, ...]:
+    return tuple(stage for name in OMNI_PIPELINES for stage in load_pipeline(name).stages)
+
+
 def stage_names() -> frozenset[str]:
-    return frozenset(s.name for name in OMNI_PIPELINES for s in load_pipeline(name).stages)
+    return frozenset(stage.name for stage in declared_stages())
 
 
 def own_stages(path: Path) -> set[str]:
     """Stages whose model class lives in this module."""
-    stages = [s for name in OMNI_PIPELINES for s in load_pipeline(name).stages]
-    return {s.name for s in stages if _MODELS.get(s.model_arch, "").startswith(f"{module_name(path)}:")}
+    return {s.name for s in declared_stages() if _MODELS.get(s.model_arch, "").startswith(f"{module_name(path)}:")}
 
 
 def fault_lookups(path: Path) -> set[int]:

@@ -20,6 +20,13 @@ from omni_ray.serve.cluster import check_fits, join, live_nodes
 from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
 from omni_ray.serve.starting import http_port, waiting_for
 
+NODE_SETTINGS: Mapping[str, str] = {
+    ingress_loss.SETTING: ingress_loss.IMPORT_PATH,
+    "MALLOC_ARENA_MAX": "2",
+    "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
+}
+"""What every node of a cluster should be started with, and why: README.md, "Run it on a cluster"."""
+
 DRAIN_MARGIN_S = 10.0
 """What deleting an application takes beyond its streams' grace."""
 
@@ -46,7 +53,8 @@ def serve_here(
     if address:
         join(address, log_to_driver=True)
     else:
-        os.environ.setdefault(ingress_loss.SETTING, ingress_loss.IMPORT_PATH)
+        for setting, value in NODE_SETTINGS.items():
+            os.environ.setdefault(setting, value)
         ray.init(address="local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())

@@ -32,7 +32,13 @@ def upstream(tiny: Path, prompt: str, seed: int, **arguments: Any) -> NDArray[np
 
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny, text_encoder_3=None, tokenizer_3=None)
     pipeline.set_progress_bar_config(disable=True)
-    return np.asarray(pipeline(prompt, generator=torch.Generator("cpu").manual_seed(seed), **arguments).images[0])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the stage's `threads`; with more, sums round otherwise
+    try:
+        painted = pipeline(prompt, generator=torch.Generator("cpu").manual_seed(seed), **arguments)
+    finally:
+        torch.set_num_threads(threads)
+    return np.asarray(painted.images[0])
 
 
 async def test_a_checkpoint_alone_is_served_and_paints_as_diffusers_does(serving: Serving, tmp_path: Path) -> None:

@@ -261,9 +261,22 @@ async def test_overload_is_refused_before_anything_starts(small: Served) -> None
     """C59: a full last stage refuses with 503 and Retry-After before the thinker starts; nothing is half answered."""
     app = small
     started = app.states("thinker")[0].started
+
+    seen: list[int] = []
+
+    def while_two_wait() -> bool:
+        """Count what the thinker has started, at a moment when one request is in the codec and two are in line."""
+        if app.states("code2wav")[0].engine.queued != 2:
+            return False
+        seen.append(app.states("thinker")[0].started - started)
+        return app.states("code2wav")[0].engine.queued == 2
+
     async with app.async_client() as client:
-        body = chat("one two three", stream=False, ramp={"thinker": {"delay_ms": 100}})
-        answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(10)))
+        body = chat("one two three", stream=False, ramp={"thinker": {"delay_ms": 300}})
+        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(10)]
+        await asyncio.to_thread(wait_until, while_two_wait, 10)
+        answers = await asyncio.gather(*asked)
+    assert seen[-1] == 1, "upstream began for requests that had no place yet"
     codes = sorted(a.status_code for a in answers)
     assert codes == [200] * 3 + [503] * 7
     assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 503)
