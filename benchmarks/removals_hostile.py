@@ -277,6 +277,6 @@ HOSTILE = (
         "omni_ray/serve/dispatcher.py",
         "        if self._log_content:\n            log_content(request)",
         "        log_content(request)",
-        TEST_SERVE + "hostile.py::test_what_clients_write_is_in_no_log",
+        TEST_SERVE + "tracing.py::test_log_lines_are_json_with_our_ids_and_nothing_that_was_said",
     ),
 )

@@ -148,7 +148,7 @@ CANCELLATION = (
         SERVE + "stage_run.py",
         "            self._end.hold(event.ref, event.ref_bytes)",
         "            pass",
-        TEST_SERVE + "faults.py::test_latent_refs_are_freed",
+        TEST_SERVE + "stage_death.py::test_a_node_leaves_and_another_one_is_lost",
     ),
     Removal(
         "unread latents are bounded by a window",

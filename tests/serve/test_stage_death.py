@@ -158,10 +158,11 @@ def lose(node: psutil.Process) -> None:
 
 
 def seated() -> dict[str, Any]:
-    """Two talkers, one seat each: one per node; everything else on the first node."""
+    """Two talkers, one seat each: one per node; everything else on the first node. Latents cross as object refs."""
     deploy, here = config(), {"ray_actor_options": {"resources": {"first_node": 0.01}}}
     for name in ("thinker", "code2wav"):
         deploy["stages"][name]["deployment"] = here
+    deploy["stages"]["thinker"]["engine"] = {**deploy["stages"]["thinker"]["engine"], "latent_width": 60_000}
     deploy["stages"]["talker"]["deployment"] = {"num_replicas": 2, "ray_actor_options": {"resources": {"seat": 1}}}
     return {**deploy, "ingress": {"grace_s": 30, "deployment": here}}
 
