@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from omni_ray.engine.base import EngineContext
 from omni_ray.errors import ConfigError
 
 Progress = Callable[[str], None]
@@ -83,6 +84,17 @@ def read_tensor(model_dir: Path, name: str) -> Tensor:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
     raise ConfigError([f"{model_dir}: tensor {name!r} is missing"])
+
+
+def stage_directory(context: EngineContext) -> Path:
+    """The local directory of the checkpoint that a stage starts from; see ``checkpoint_directory``.
+
+    Raises:
+        ConfigError: the stage was given no model, or none that can be had.
+    """
+    if context.model is None:
+        raise ConfigError([f"stage {context.stage.name} needs a model: a checkpoint directory or hub id"])
+    return checkpoint_directory(context.model)
 
 
 def checkpoint_directory(model: str) -> Path:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omni_ray.engine.ar_model import ARModel
-from omni_ray.engine.checkpoint_files import checkpoint_directory
+from omni_ray.engine.checkpoint_files import stage_directory
 from omni_ray.engine.precision import compute_dtype
 from omni_ray.engine.transformers_build import BUILDING
 from omni_ray.engine.types import Message, TextPart
@@ -37,11 +37,9 @@ class AnyThinker(ARModel):
         Raises:
             ConfigError: no such model, a file or a tensor is missing, or it cannot be computed token by token.
         """
-        options, stage = self.context.options, self.context.stage.name
+        options = self.context.options
         assert isinstance(options, AnyThinkerOptions)
-        if self.context.model is None:
-            raise ConfigError([f"stage {stage} needs a model: a checkpoint's directory or hub id"])
-        directory = checkpoint_directory(self.context.model)
+        directory = stage_directory(self.context)
         torch.set_num_threads(options.threads)
         trust = options.trust_remote_code
         config = read_config(directory, trust_remote_code=trust)

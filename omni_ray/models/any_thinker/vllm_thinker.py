@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from omni_ray.engine.checkpoint_files import checkpoint_directory
+from omni_ray.engine.checkpoint_files import stage_directory
 from omni_ray.engine.vllm_model import VLLMCheckpoint, VLLMModel, VLLMPrompt
-from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.errors import InvalidRequestError
 from omni_ray.models.any_thinker.chat import ChatReader
 from omni_ray.models.any_thinker.checkpoint_config import max_positions, read_config
 from omni_ray.models.any_thinker.prompt import ChatPrompt
@@ -17,9 +17,7 @@ class AnyThinkerVLLM(VLLMModel):
 
     def load(self) -> VLLMCheckpoint:
         """See ``VLLMModel.load``."""
-        if self.context.model is None:
-            raise ConfigError([f"stage {self.context.stage.name} needs a model: a checkpoint's directory or hub id"])
-        directory = checkpoint_directory(self.context.model)
+        directory = stage_directory(self.context)
         self._chat = ChatReader(directory, False, False)
         self._encoding = threading.Lock()  # tokenizers change their own state for truncation and padding
         self.stop_ids = self._chat.stop_ids

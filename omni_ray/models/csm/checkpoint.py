@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
+from omni_ray.engine.byte_tokenizer import byte_backend
 from omni_ray.models.csm.prompt import AUDIO, AUDIO_END, BEGIN, END, SAMPLE_RATE
 
 CODEBOOKS: Final = 8
@@ -108,15 +109,10 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
 
 def _tokenizer() -> Any:
     """A tokenizer of bytes that knows the published one's control tokens, and adds them around a text as it does."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    control = (BEGIN, END, AUDIO, AUDIO_END)
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    backend = byte_backend((BEGIN, END, AUDIO, AUDIO_END))
     known = [(token, backend.token_to_id(token)) for token in (BEGIN, END)]
     backend.post_processor = processors.TemplateProcessing(f"{BEGIN} $A {END}", special_tokens=known)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BEGIN, eos_token=END, pad_token=END)

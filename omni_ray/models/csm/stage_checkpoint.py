@@ -9,7 +9,7 @@ from transformers import CsmConfig
 from transformers.models.mimi import modeling_mimi
 
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.checkpoint_files import checkpoint_directory
+from omni_ray.engine.checkpoint_files import stage_directory
 from omni_ray.errors import ConfigError
 from omni_ray.models.csm.prompt import SAMPLE_RATE
 
@@ -33,9 +33,7 @@ def stage_checkpoint(context: EngineContext) -> tuple[Path, Any]:
     """
     if MOVED in vars(modeling_mimi):
         raise ConfigError([f"stage {context.stage.name}: needs transformers 5.17 to 5.19; Mimi's parts moved later"])
-    if context.model is None:
-        raise ConfigError([f"stage {context.stage.name} needs a model: a checkpoint directory or hub id"])
-    directory = checkpoint_directory(context.model)
+    directory = stage_directory(context)
     config: Any = CsmConfig.from_pretrained(directory)
     codec, depth = config.codec_config, config.depth_decoder_config
     wanted = {

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
+from omni_ray.engine.byte_tokenizer import byte_backend
 from omni_ray.models.higgs_audio_v2.prompt import AUDIO_BEGIN, AUDIO_END, SAMPLE_RATE, TURN_END
 
 CODEBOOKS: Final = 8
@@ -144,14 +145,8 @@ def _codec_config() -> dict[str, Any]:
 
 def _tokenizer() -> Any:
     """A tokenizer of bytes that knows the published one's control tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=BEGIN, eos_token=TURN_END, pad_token="<|end_of_text|>"
+        tokenizer_object=byte_backend(CONTROL), bos_token=BEGIN, eos_token=TURN_END, pad_token="<|end_of_text|>"
     )

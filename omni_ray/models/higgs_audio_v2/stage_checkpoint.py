@@ -10,7 +10,7 @@ from typing import Any, Final
 from transformers import HiggsAudioV2Config, HiggsAudioV2TokenizerConfig
 
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.checkpoint_files import checkpoint_directory
+from omni_ray.engine.checkpoint_files import checkpoint_directory, stage_directory
 from omni_ray.errors import ConfigError
 from omni_ray.models.higgs_audio_v2.prompt import SAMPLE_RATE
 
@@ -24,7 +24,7 @@ def talker_checkpoint(context: EngineContext) -> tuple[Path, Any]:
     Raises:
         ConfigError: no model that can be had, or one whose ids for begin and end are no codes.
     """
-    directory = _directory(context)
+    directory = stage_directory(context)
     config: Any = HiggsAudioV2Config.from_pretrained(directory)
     ids = (config.audio_stream_bos_id, config.audio_stream_eos_id)
     if not all(0 <= code < config.codebook_size for code in ids):
@@ -42,7 +42,7 @@ def codec_checkpoint(context: EngineContext, codec: str | None) -> tuple[Path, A
     Raises:
         ConfigError: none is named, it cannot be had, or it is another kind of codec.
     """
-    directory = _directory(context)
+    directory = stage_directory(context)
     if codec is not None:
         directory = checkpoint_directory(codec)
     elif _model_type(directory) != CODEC_MODEL_TYPE:
@@ -64,12 +64,6 @@ def codec_checkpoint(context: EngineContext, codec: str | None) -> tuple[Path, A
     if problems:
         raise ConfigError(problems)
     return directory, config
-
-
-def _directory(context: EngineContext) -> Path:
-    if context.model is None:
-        raise ConfigError([f"stage {context.stage.name} needs a model: a checkpoint directory or hub id"])
-    return checkpoint_directory(context.model)
 
 
 def _model_type(directory: Path) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_ray.engine.spoken import Heard
 from omni_ray.engine.types import (
     AudioClip,
     Chunk,
@@ -68,8 +69,7 @@ class Speech:
     """Brings an answer's rows and tokens together: rows of markup and tool calls are dropped, in order."""
 
     def __init__(self, prompt: PromptChunk) -> None:
-        self._silent, self._ends = prompt.silent, dict(prompt.silent_spans)
-        self._until: int | None = None  # the id that ends the silent span we are in
+        self._heard = Heard(prompt)
         self._next_row, self._next_token = len(prompt.token_ids), 0
         self._rows: deque[NDArray[np.float32]] = deque()
         self._tokens: deque[int] = deque()
@@ -96,14 +96,6 @@ class Speech:
         heard = []
         while self._rows and self._tokens:
             row, token = self._rows.popleft(), self._tokens.popleft()
-            if self._heard(token):
+            if self._heard.next(token):
                 heard.append(row)
         return np.stack(heard) if heard else None
-
-    def _heard(self, token: int) -> bool:
-        if self._until is not None:
-            if token == self._until:
-                self._until = None
-            return False
-        self._until = self._ends.get(token)
-        return self._until is None and token not in self._silent

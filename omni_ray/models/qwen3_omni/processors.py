@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+from omni_ray.engine.spoken import Heard
 from omni_ray.engine.types import (
     AudioClip,
     Chunk,
@@ -66,26 +67,16 @@ class Speech:
 
     def __init__(self, prompt: PromptChunk | None = None) -> None:
         prompt = prompt or PromptChunk(0, ())
-        self._silent = prompt.silent
-        self._ends = dict(prompt.silent_spans)
+        self._heard = Heard(prompt)
         self._last = None if prompt.limit is None else prompt.limit - 1
-        self._until: int | None = None  # the id that ends the silent span we are in
 
     def of(self, chunk: TextChunk) -> tuple[int, ...]:
         """The spoken ones of a chunk's tokens; chunks come in order."""
         return tuple(
             token
             for position, token in enumerate(chunk.token_ids, start=chunk.position)
-            if self._heard(token) and position != self._last
+            if self._heard.next(token) and position != self._last
         )
-
-    def _heard(self, token: int) -> bool:
-        if self._until is not None:
-            if token == self._until:
-                self._until = None
-            return False
-        self._until = self._ends.get(token)
-        return self._until is None and token not in self._silent
 
 
 def _talker_prompt(request: Request, prompt: PromptChunk, rows: LatentChunk | None) -> TalkerPrompt:

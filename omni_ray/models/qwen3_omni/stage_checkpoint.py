@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Qwen3OmniMoeConfig
 
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.checkpoint_files import checkpoint_directory
+from omni_ray.engine.checkpoint_files import stage_directory
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import ConfigError
@@ -27,9 +27,7 @@ def stage_checkpoint(
         ConfigError: no model that can be had, no audio output, or ``max_model_len`` is beyond the decoder's positions.
     """
     stage, options = context.stage.name, context.options
-    if context.model is None:
-        raise ConfigError([f"stage {stage} needs a model: a checkpoint directory or hub id"])
-    directory = checkpoint_directory(context.model)
+    directory = stage_directory(context)
     config = Qwen3OmniMoeConfig.from_pretrained(directory)
     if speaks and not config.enable_audio_output:
         raise ConfigError([f"stage {stage}: {directory} has enable_audio_output: false, so it has no {stage}"])

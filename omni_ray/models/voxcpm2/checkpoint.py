@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from omni_ray.engine.byte_tokenizer import byte_backend
+
 CONFIG: Final[dict[str, Any]] = {
     "architecture": "voxcpm2",
     "lm_config": {
@@ -84,13 +86,8 @@ def _tokenizer() -> Any:
 
     Ids 101 to 104 are the package's marks of where sound begins and ends.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     control = ["<unk>", "<s>", "</s>", *(f"<|reserved_{i}|>" for i in range(3, 105))]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*control, *letters])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    backend = byte_backend(control, first=True)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from omni_ray.config.sampling import SamplingParams
-from omni_ray.engine.checkpoint_files import checkpoint_directory
+from omni_ray.engine.checkpoint_files import stage_directory
 from omni_ray.engine.generator import GeneratorModel
 from omni_ray.engine.generator_run import Job, Piece
 from omni_ray.engine.reference_voice import reference_voice
@@ -37,9 +37,7 @@ class VoxCPM2(GeneratorModel):
         """
         options = self.context.options
         assert isinstance(options, VoxOptions)
-        if self.context.model is None:
-            raise ConfigError([f"stage {self.context.stage.name} needs a model: a checkpoint directory or hub id"])
-        directory = checkpoint_directory(self.context.model)
+        directory = stage_directory(self.context)
         torch.set_num_threads(options.threads)
         if self.context.load_format == "dummy":
             self._model = built(directory, options.device)

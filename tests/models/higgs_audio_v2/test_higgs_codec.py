@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from numpy.typing import NDArray
 
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.codec import CodecEngine
-from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, Request
+from omni_ray.engine.types import CodeFrameChunk, Request
 from omni_ray.errors import ConfigError, StageFailedError
 from omni_ray.models.higgs_audio_v2.code2wav import HiggsCode2Wav
 from omni_ray.models.higgs_audio_v2.codec_modules import CodecDecoder, CodecEncoder
@@ -24,11 +22,10 @@ from omni_ray.models.higgs_audio_v2.options import HiggsCodecOptions
 from omni_ray.models.higgs_audio_v2.pipeline import PIPELINE
 from omni_ray.models.higgs_audio_v2.processors import frames_of_talker
 from omni_ray.models.higgs_audio_v2.stage_checkpoint import codec_checkpoint
+from tests.models.codec_streams import assert_equal_sound, frames, sound
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-Codes = NDArray[np.int64]
-Sound = NDArray[np.float32]
 FRAME = 960
 
 
@@ -48,28 +45,6 @@ async def started(tiny: Path) -> AsyncIterator[CodecEngine]:
     await made.start()
     yield made
     await made.stop()
-
-
-def frames(count: int, seed: int = 0) -> Codes:
-    return np.random.default_rng(seed).integers(32, size=(count, 8))
-
-
-async def sound(made: CodecEngine, codes: Codes, at_once: int = 1) -> Sound:
-    async def inputs() -> AsyncIterator[CodeFrameChunk]:
-        for start in range(0, len(codes), at_once):
-            yield CodeFrameChunk(start, codes[start : start + at_once])
-
-    async with aclosing(made.generate(Request("r", seed=0), {"talker": inputs()})) as outputs:
-        *chunks, last = [output async for output in outputs]
-    assert isinstance(last, Finish)
-    assert all(isinstance(c, AudioChunk) and c.sample_rate == 24_000 for c in chunks)
-    return np.concatenate([c.samples for c in chunks])
-
-
-def assert_equal_sound(stream: Sound, whole: Sound) -> None:
-    assert stream.shape == whole.shape
-    assert np.sqrt((whole**2).mean()) > 0.01
-    assert np.abs(stream - whole).max() <= 1e-5 * np.abs(whole).max()
 
 
 async def test_streams_of_different_ages_equal_one_call(tiny: Path, started: CodecEngine):
