@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from omni_ray import audio
 from omni_ray.audio import (
     FORMATS,
     StreamResampler,
     check_finite,
     decode_audio,
     decode_base64,
+    decoding,
+    encoders,
     find_format,
     open_encoder,
     pcm16,
@@ -133,7 +134,7 @@ def test_c55_size_limit_is_exact(size: int, wrap: object) -> None:
 
 def test_c55_too_large_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """C55: data: payloads had no cap; decoding first would already have cost the memory."""
-    monkeypatch.setattr(audio.base64, "b64decode", None)
+    monkeypatch.setattr(decoding.base64, "b64decode", None)
     with pytest.raises(PayloadTooLargeError, match=r"'audio' exceeds the limit of 1\.5 MB") as caught:
         decode_base64("A" * (3 << 20), param="audio", max_bytes=3 << 19)
     assert caught.value.status == 413
@@ -145,9 +146,9 @@ def test_c55_long_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
     text = base64.b64encode(data).decode()
     sizes: list[int] = []
     decode = base64.b64decode
-    monkeypatch.setattr(audio, "_BASE64_SLICE", 64)
+    monkeypatch.setattr(decoding, "_BASE64_SLICE", 64)
     monkeypatch.setattr(
-        audio.base64, "b64decode", lambda s, validate: sizes.append(len(s)) or decode(s, validate=validate)
+        decoding.base64, "b64decode", lambda s, validate: sizes.append(len(s)) or decode(s, validate=validate)
     )
     assert decode_base64(text, param="audio", max_bytes=1000) == data
     assert max(sizes) == 64
@@ -211,7 +212,7 @@ def test_mp3_decodes_without_a_click_at_block_borders() -> None:
 @pytest.mark.parametrize("tag", [b"", b"TAG" + bytes(125)], ids=["plain", "id3v1"])
 def test_mp3_of_variable_rate_without_a_length_is_not_cut_short(tag: bytes) -> None:
     """libsndfile guesses the length from the first frames: 5 s of an ordinary piped VBR MP3 gave 0.5 s, no error."""
-    sink = audio._StreamSink()
+    sink = encoders._StreamSink()
     soundfile.write(sink, tone(5, 24_000), 24_000, format="MP3", subtype="MPEG_LAYER_III")
     data = sink.take() + tag
     assert len(soundfile.read(io.BytesIO(data))[0]) < 60_000
@@ -242,9 +243,9 @@ def test_c54_hours_of_silence_in_a_small_flac_stop_at_the_cap(monkeypatch: pytes
     """C54: the file is small; decoded it would take 230 MB per hour. Decoding must stop at the cap, not after it."""
     bomb = file_of(np.zeros(16_000 * 3_600, np.int16), 16_000, "FLAC", "PCM_16")
     assert len(bomb) < 400_000
-    read = audio._ForwardFile.read
+    read = decoding._ForwardFile.read
     blocks = []
-    monkeypatch.setattr(audio._ForwardFile, "read", lambda self, **kwargs: blocks.append(1) or read(self, **kwargs))
+    monkeypatch.setattr(decoding._ForwardFile, "read", lambda self, **kwargs: blocks.append(1) or read(self, **kwargs))
     with pytest.raises(InvalidRequestError, match="'input_audio' is longer than the limit of 30 seconds"):
         decode(bomb)
     assert len(blocks) == 30 * 16_000 // 65_536 + 1
@@ -595,7 +596,7 @@ def test_c30_whole_mp3_has_its_true_length() -> None:
 
 def test_flac_that_was_never_patched_cannot_be_read_back() -> None:
     """Guards the decision that flac does not stream: libsndfile writes the length at the end, into the header."""
-    sink = audio._StreamSink()
+    sink = encoders._StreamSink()
     soundfile.write(sink, tone(), 16_000, format="FLAC", subtype="PCM_16")
     with pytest.raises(ValueError, match="array is too big"):
         soundfile.read(io.BytesIO(sink.take()))
