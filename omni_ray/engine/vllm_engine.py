@@ -54,6 +54,7 @@ class VLLMEngine(Engine):
             raise ConfigError([f"stage {self._name!r}: {type(model).__name__} is no VLLMModel"])
         self._model: VLLMModel = model
         self._vllm: StartedVLLM | None = None
+        self._sign: asyncio.Task[None] | None = None
         self._rows: HiddenRows | None = None
         self._longest = options.max_model_len
 
@@ -223,13 +224,26 @@ class VLLMEngine(Engine):
         return self._vllm
 
     async def check_health(self) -> None:
-        """See ``Engine.check_health``."""
+        """See ``Engine.check_health``.
+
+        Each call asks vLLM's core for a sign of life, which it gives between two steps; one that does not come within
+        ``stall_s`` is a hang, also where all clients gave up and nothing is in hand any more.
+        """
         alive = self._alive()
         try:
             await alive.llm.check_health()
         except EngineDeadError as error:
             raise EngineDiedError(f"stage {self._name}: vLLM died: {alive.why_dead()}", stage=self._name) from error
+        if self._sign is None or self._sign.done():
+            self._sign = asyncio.create_task(self._sign_of_life(alive))
         self._admission.check()
+
+    async def _sign_of_life(self, alive: StartedVLLM) -> None:
+        with self._admission.calling():
+            try:
+                await alive.llm.is_sleeping()  # any question to the core itself would do
+            except EngineDeadError:
+                logger.warning("stage %s: vLLM died before it gave a sign of life", self._name)
 
     def stats(self) -> EngineStats:
         """See ``Engine.stats``."""
@@ -237,6 +251,8 @@ class VLLMEngine(Engine):
 
     async def stop(self) -> None:
         """End vLLM's processes; running requests fail."""
+        if self._sign is not None:
+            self._sign.cancel()
         if self._vllm is not None:
             started, self._vllm, self._rows = self._vllm, None, None
             await asyncio.to_thread(started.stop)

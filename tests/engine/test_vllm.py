@@ -380,12 +380,13 @@ def without_weights(tiny: Path, out: Path) -> Path:
     return out
 
 
-async def test_death_of_the_engine_core(tiny: Path, tmp_path: Path):
-    """C09: running requests get an error at once, ``check_health`` fails, ``stop`` works, nothing is left.
+async def test_hang_and_death_of_the_engine_core(tiny: Path, tmp_path: Path):
+    """C09: a hang is seen though its only client gave up, and so is its end.
 
-    The engine has random weights (``load_format: dummy``): a directory without any is enough.
+    At its death running requests get an error at once, ``check_health`` fails, ``stop`` works, nothing is left. The
+    engine has random weights (``load_format: dummy``): a directory without any is enough.
     """
-    engine = vllm_engine(without_weights(tiny, tmp_path), load_format="dummy")
+    engine = vllm_engine(without_weights(tiny, tmp_path), load_format="dummy", stall_s=1)
     await engine.start()
     try:
         newest = max(core_processes(), key=lambda process: process.create_time())
@@ -394,6 +395,20 @@ async def test_death_of_the_engine_core(tiny: Path, tmp_path: Path):
         running = run(engine, chats()["text"], max_tokens=900, ignore_eos=True)
         assert isinstance(await anext(running), PromptChunk)
         assert isinstance(await anext(running), TextChunk)
+
+        newest.suspend()
+        await running.aclose()
+        assert engine.stats().running == 0
+        await engine.check_health()
+        await asyncio.sleep(1.2)
+        with pytest.raises(StageFailedError, match="one call has been running for 1 s"):
+            await engine.check_health()
+        newest.resume()
+        assert len(tokens(await collect(run(engine, chats()["text"], ignore_eos=True)))) <= TOKENS
+        await engine.check_health()
+
+        running = run(engine, chats()["text"], max_tokens=900, ignore_eos=True)
+        assert isinstance(await anext(running), PromptChunk)
         os.kill(newest.pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(ReplicaDiedError, match="died"):
