@@ -1,7 +1,7 @@
 """The JSON body of ``POST /v1/audio/speech``, and everything its answer needs, decided before any stage is called."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,7 +28,10 @@ _LANGUAGE = re.compile(r"[A-Za-z]{2,3}")
 
 
 class SpeechBody(OpenAIModel):
-    """OpenAI's fields and ours: ``stream``, ``sample_rate``, ``seed``, ``language``, ``extra_params``, ``priority``."""
+    """OpenAI's fields and ours: ``stream``, ``sample_rate``, ``seed``, ``language``, ``priority``, and how is sampled.
+
+    Sampling stands in ``extra_params``, as vLLM-Omni has it, or beside the other fields, as in a chat.
+    """
 
     model: str
     input: str
@@ -42,6 +45,10 @@ class SpeechBody(OpenAIModel):
     language: str | None = None
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     extra_params: SamplingParams | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     priority: int | None = Field(
         default=None,
@@ -94,11 +101,8 @@ def read_speech(
     format = find_format(wanted, streamed=False, param="response_format")
     if body.sample_rate is not None:
         _check_rate(body.sample_rate, format.name, delivery)
-    sampling = _sampling(body)
-    longest = "extra_params.max_tokens" if body.max_new_tokens is None else "max_new_tokens"
-    unread = unread_sampling(
-        dispatcher.pipeline, plan, sampling, lambda name: longest if name == "max_tokens" else f"extra_params.{name}"
-    )
+    sampling, name_of = _sampling(body)
+    unread = unread_sampling(dispatcher.pipeline, plan, sampling, name_of)
     priority = priority_of(body.priority, WHOLE_SPEECH if delivery is Delivery.WHOLE else SPEECH)
     return SpeechCall(
         request=service.new_request(
@@ -157,15 +161,28 @@ def _check_rate(rate: int, format: str, delivery: Delivery) -> None:
         raise InvalidRequestError(f"sample_rate: {error.message}", "sample_rate") from error
 
 
-def _sampling(body: SpeechBody) -> SamplingParams:
-    said = body.extra_params or SamplingParams()
+def _sampling(body: SpeechBody) -> tuple[SamplingParams, Callable[[str], str]]:
+    """What is said of sampling in either place, and the client's name for a field of it."""
     try:
-        given = SamplingParams(max_tokens=body.max_new_tokens)
+        given = SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            repetition_penalty=body.repetition_penalty,
+            max_tokens=body.max_new_tokens,
+        )
     except ValidationError as error:
-        raise InvalidRequestError(f"max_new_tokens: {invalid(error).message[12:]}", "max_new_tokens") from error
-    if None not in (given.max_tokens, said.max_tokens) and given.max_tokens != said.max_tokens:
-        raise InvalidRequestError("max_new_tokens: differs from extra_params.max_tokens", "max_new_tokens")
-    return given.over(said)
+        wrong = invalid(error)
+        if wrong.param != "max_tokens":
+            raise wrong from error
+        raise InvalidRequestError(f"max_new_{wrong.message[4:]}", "max_new_tokens") from error
+    inside = body.extra_params or SamplingParams()
+    beside, within = given.model_dump(exclude_none=True), inside.model_dump(exclude_none=True)
+    names = {name: "max_new_tokens" if name == "max_tokens" else name for name in beside}
+    for name, param in names.items():
+        if within.get(name, beside[name]) != beside[name]:
+            raise InvalidRequestError(f"{param}: differs from extra_params.{name}", param)
+    return given.over(inside), lambda name: names.get(name, f"extra_params.{name}")
 
 
 def _known_but_ignored(body: SpeechBody, priority: int) -> Iterator[str]:

@@ -68,6 +68,10 @@ BODIES: dict[str, dict[str, Any]] = {
         "language": "en",
         "seed": 7,
         "extra_params": {"temperature": 0.5, "stop": ["x"]},
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "repetition_penalty": 1.1,
         "max_new_tokens": 9,
         "priority": 1,
         "fault": {"at": 1},
@@ -78,6 +82,7 @@ RELATED = {
     "stream_format": {"stream", "response_format"},
     "response_format": {"sample_rate"},
     "audio": {"modalities"},
+    "extra_params": {"temperature"},
     "messages": {"modalities"},
 }
 """Fields that become wrong by another one's value."""

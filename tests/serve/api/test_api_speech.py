@@ -22,6 +22,7 @@ from api_fakes import (
     sse_of,
 )
 
+from omni_ray.config.sampling import SamplingParams
 from omni_ray.errors import SaturatedError, StageFailedError
 from omni_ray.serve.api.request_log import AbortedResponse
 
@@ -78,6 +79,10 @@ def spoken() -> FakeDispatcher:
         ({"extra_params": {"temprature": 0}}, 400, "extra_params.temprature"),
         ({"extra_params": {"top_k": "5"}}, 400, "extra_params.top_k"),
         ({"extra_params": []}, 400, "extra_params"),
+        *[({"temperature": t}, 400, "temperature") for t in (-0.1, 2.1, "1", True)],
+        ({"temperature": 1, "extra_params": {"temperature": 0.9}}, 400, "temperature"),
+        ({"top_k": 5.0}, 400, "top_k"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty"),
         ({"max_new_tokens": 0}, 400, "max_new_tokens"),
         ({"max_new_tokens": 3, "extra_params": {"max_tokens": 4}}, 400, "max_new_tokens"),
         ({"language": "English please"}, 400, "language"),
@@ -253,6 +258,8 @@ async def test_what_the_stages_get() -> None:
         "seed": 0,
         "language": "EN",
         "extra_params": {"temperature": 0, "top_p": 0.5},
+        "temperature": 0,
+        "top_k": 3,
         "max_new_tokens": 9,
         "priority": 2,
         "instructions": "cheerful",
@@ -264,7 +271,7 @@ async def test_what_the_stages_get() -> None:
     [request] = fake.requests
     assert request.speech_text == "a" * 4096
     assert (request.speed, request.seed, request.language, request.priority) == (4.0, 0, "en", 2)
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.max_tokens) == (0, 0.5, 9)
+    assert request.sampling == SamplingParams(temperature=0, top_p=0.5, top_k=3, max_tokens=9)
     assert request.extras["fault"].note == "n"
     assert response.headers["x-omni-ray-ignored"] == "instructions,task_type"
     assert fake.plans[0].names() == ("talker",)
@@ -382,6 +389,7 @@ async def test_first_sound_leaves_at_once() -> None:
         ({"extra_params": {"repetition_penalty": 1.1}}, "extra_params.repetition_penalty"),
         ({"extra_params": {"max_tokens": 9}}, "extra_params.max_tokens"),
         ({"max_new_tokens": 9}, "max_new_tokens"),
+        ({"temperature": 0.5}, "temperature"),
         ({"language": "de"}, "language"),
     ],
 )
@@ -390,9 +398,10 @@ async def test_what_this_model_cannot_do(extra: dict[str, Any], param: str) -> N
     fake = FakeDispatcher(ONE_WAY, audio(*SIZES))
     check_error(await post(fake, {**SP, **extra}), 400, param)
     assert fake.requests == []
-    same = await post(fake, {**SP, "language": "En", "extra_params": {"temperature": 0, "top_p": 0.5}})
+    said = {"extra_params": {"temperature": 0, "top_p": 0.5}, "repetition_penalty": 1}
+    same = await post(fake, {**SP, "language": "En", **said})
     assert same.status_code == 200
-    assert same.headers["x-omni-ray-ignored"] == "extra_params.temperature,extra_params.top_p"
+    assert same.headers["x-omni-ray-ignored"] == "extra_params.temperature,extra_params.top_p,repetition_penalty"
 
 
 async def test_route_is_absent_without_speech() -> None:
