@@ -21,6 +21,21 @@ _TIME: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What is carried of one request. Never changed, only replaced, so a step that fails leaves no trace.
+
+    Attributes:
+        frames: decoded so far.
+        keys_values: of each attention the last ``window - 1`` positions, zeros before the first, flat.
+        inputs: of each convolution the inputs that its next output reaches back to, zeros before the first, flat.
+    """
+
+    frames: int
+    keys_values: Tensor
+    inputs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """One carried tensor inside a flat row: [channels, keep], or [channels, keep, head_dim].
 

@@ -86,6 +86,19 @@ class CodecOptions(EngineOptions):
     threads: int = Field(default=1, ge=1)
 
 
+class FrameCodecOptions(CodecOptions):
+    """Options of codecs that decode frames of several requests in one batch.
+
+    Attributes:
+        max_num_seqs: streams that are open at once, whether or not they have frames to decode: as many as the talkers
+            that feed this replica compute. Each holds some 5 to 8 MB where a published codec carries state.
+        batch_rows: the most requests decoded in one batch.
+    """
+
+    max_num_seqs: int = Field(default=64, ge=1)
+    batch_rows: int = Field(default=16, ge=1)
+
+
 class AROptions(EngineOptions):
     """Options of the torch autoregressive engine.
 

@@ -39,7 +39,7 @@ PIPELINE = PipelineConfig(
             inputs=(Edge(source="talker", processor=f"{_FAMILY}.processors:frames_of_talker"),),
             final_output_type="audio",
             engine_output_type="audio",
-            engine_options=f"{_FAMILY}.options:MimiOptions",
+            engine_options="omni_ray.engine.options:FrameCodecOptions",
         ),
     ),
     hf_architectures=("CsmForConditionalGeneration",),

@@ -12,34 +12,15 @@ Shapes: B rows (requests), n frames of the longest row, Q codebooks, T positions
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.mimi.modeling_mimi import MimiConv1d, MimiConvTranspose1d
 
-from omni_ray.engine.carrying import Carried, CarryingAttention, CarryingConv, CarryingTransConv, Layout, Scope
-
-Samples = NDArray[np.float32]
-Codes = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What is carried of one request. Never changed, only replaced, so a step that fails leaves no trace.
-
-    Attributes:
-        frames: decoded so far.
-        keys_values: of each layer the last ``window - 1`` positions, zeros before the first, flat.
-        inputs: of each convolution the inputs that its next output reaches back to, zeros before the first, flat.
-    """
-
-    frames: int
-    keys_values: Tensor
-    inputs: Tensor
+from omni_ray.engine.carrying import Carried, CarryingAttention, CarryingConv, CarryingTransConv, Layout, Past, Scope
+from omni_ray.engine.codec import Samples
+from omni_ray.engine.frame_codec import Codes, padded_codes
 
 
 class StreamingMimi:
@@ -107,10 +88,8 @@ class StreamingMimi:
             For each its samples, float32 [n * samples_per_frame], and what to give to its next step.
         """
         before = [past or self._nothing for past in pasts]
-        device, longest = self._nothing.inputs.device, max(map(len, codes))
-        padded = np.zeros((len(codes), codes[0].shape[1], longest), np.int64)
-        for row, frames in zip(padded, codes, strict=True):
-            row[:, : len(frames)] = frames.T
+        device = self._nothing.inputs.device
+        padded = padded_codes(codes, max(map(len, codes)))
         ages = torch.tensor([past.frames for past in before], device=device)
         new_frames = torch.tensor([len(frames) for frames in codes], device=device)
         first = ages == 0
@@ -128,6 +107,9 @@ class StreamingMimi:
             sample = row[: len(frames) * self.samples_per_frame].copy()  # a view would keep the whole batch alive
             done.append((sample, Past(past.frames + len(frames), kv.clone(), conv.clone())))
         return done
+
+    def release(self, past: Past) -> None:
+        """Nothing is held of a request but its past."""
 
     def _forward(self, codes: Tensor, ages: Tensor) -> Tensor:
         """As ``MimiModel._decode_frame``: codes [B, Q, n] at frames ``ages`` [B] -> [B, n * samples_per_frame]."""

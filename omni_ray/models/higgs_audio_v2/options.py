@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from omni_ray.engine.options import CodecLMOptions, CodecOptions
+from omni_ray.engine.options import CodecLMOptions, FrameCodecOptions
 from omni_ray.engine.reference_voice import REFERENCE_FIELDS
 from omni_ray.registry import ModelExtras
 
@@ -22,15 +22,11 @@ class HiggsTalkerOptions(CodecLMOptions):
     codec: str | None = Field(default=None, min_length=1)
 
 
-class HiggsCodecOptions(CodecOptions):
+class HiggsCodecOptions(FrameCodecOptions):
     """Options of ``HiggsCode2Wav``.
 
     Attributes:
-        max_num_seqs: streams that are open at once, as many as the talkers that feed this replica compute.
-        batch_rows: the most requests decoded in one batch.
         codec: as ``HiggsTalkerOptions.codec``.
     """
 
-    max_num_seqs: int = Field(default=64, ge=1)
-    batch_rows: int = Field(default=16, ge=1)
     codec: str | None = Field(default=None, min_length=1)

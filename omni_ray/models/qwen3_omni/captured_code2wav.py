@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from omni_ray.engine.codec import Samples
+from omni_ray.engine.frame_codec import Codes, padded_codes
 from omni_ray.models.qwen3_omni.fused_code2wav import fuse
-from omni_ray.models.qwen3_omni.streaming_code2wav import Codes, Samples, StreamingCode2Wav, padded_codes
+from omni_ray.models.qwen3_omni.streaming_code2wav import StreamingCode2Wav
 
 FRAMES_AT_ONCE: Final = 800
 """Rows times frames of one step, at most: some 15 GB of activations in float32."""

@@ -2,32 +2,26 @@
 
 from typing import Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from omni_ray.engine.options import CodecOptions
+from omni_ray.engine.options import FrameCodecOptions
 
 UPSTREAM_LEFT_CONTEXT: Final = 25
 """Frames that upstream decodes again before each chunk."""
 
 
-class Code2WavOptions(CodecOptions):
+class Code2WavOptions(FrameCodecOptions):
     """Options of ``Qwen3OmniCode2Wav``.
 
     Attributes:
-        max_num_seqs: streams that are open at once, whether or not they have frames to decode: as many as the talkers
-            that feed this replica compute. Each holds some 5 MB (float32, published shape).
         context: ``stateful`` carries the past, so the stream equals one call. ``truncated`` decodes upstream's windows:
             an approximation, for comparison.
         left_context: frames decoded again, for ``truncated`` only; None takes upstream's 25.
-        batch_rows: the most requests decoded in one batch.
         dtype: of weights and arithmetic; the promises about equality are for float32. ``tf32`` is float32 whose
             products a GPU may round to 10 bits (a CPU does not).
     """
 
-    max_num_seqs: int = Field(default=64, ge=1)
-    chunk_frames: tuple[int, ...] = Field(default=(4, 8, 16, 25), min_length=1)
     context: Literal["stateful", "truncated"] = "stateful"
-    batch_rows: int = Field(default=16, ge=1)
     dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")

@@ -13,12 +13,9 @@ Shapes: B rows (requests), n frames of the longest row, Q codebooks, C channels,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCausalConvNet,
@@ -32,11 +29,11 @@ from omni_ray.engine.carrying import (
     CarryingConv,
     CarryingTransConv,
     Layout,
+    Past,
     Scope,
 )
-
-Samples = NDArray[np.float32]
-Codes = NDArray[np.int64]
+from omni_ray.engine.codec import Samples
+from omni_ray.engine.frame_codec import Codes, padded_codes
 
 
 def tail_samples(upsample_rates: Sequence[int]) -> int:
@@ -45,29 +42,6 @@ def tail_samples(upsample_rates: Sequence[int]) -> int:
     for rate in upsample_rates:
         tail = (tail + 1) * rate
     return tail
-
-
-def padded_codes(codes: Sequence[Codes], longest: int) -> Codes:
-    """Rows of codes [n, Q] as one int64 [B, Q, longest]; padding is code 0."""
-    padded = np.zeros((len(codes), codes[0].shape[1], longest), np.int64)
-    for row, frames in zip(padded, codes, strict=True):
-        row[:, : len(frames)] = frames.T
-    return padded
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What is carried of one request. Never changed, only replaced, so a step that fails leaves no trace.
-
-    Attributes:
-        frames: decoded so far.
-        keys_values: of each layer the last ``window - 1`` frames, zeros before the first, flat.
-        inputs: of each convolution the inputs that its next output reaches back to, zeros before the first, flat.
-    """
-
-    frames: int
-    keys_values: Tensor
-    inputs: Tensor
 
 
 class StreamingCode2Wav:

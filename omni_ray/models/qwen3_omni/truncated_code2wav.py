@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from omni_ray.models.qwen3_omni.streaming_code2wav import Codes, Samples, tail_samples
+from omni_ray.engine.codec import Samples
+from omni_ray.engine.frame_codec import Codes, padded_codes
+from omni_ray.models.qwen3_omni.streaming_code2wav import tail_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,8 @@ class TruncatedCode2Wav:
     def step(self, pasts: Sequence[Recent | None], codes: Sequence[Codes]) -> list[tuple[Samples, Recent]]:
         """See ``StreamingCode2Wav.step``; as many samples, of other values."""
         windows = self.windows(pasts, codes)
-        device, longest = self._model.device, max(len(window) for window, _ in windows)
-        padded = np.zeros((len(windows), codes[0].shape[1], longest), np.int64)
-        for row, (window, _) in zip(padded, windows, strict=True):
-            row[:, : len(window)] = window.T
-        sound = self._model(torch.from_numpy(padded).to(device))[:, 0].float().cpu().numpy()
+        padded = padded_codes([window for window, _ in windows], max(len(window) for window, _ in windows))
+        sound = self._model(torch.from_numpy(padded).to(self._model.device))[:, 0].float().cpu().numpy()
         done = []
         for row, (window, context) in zip(sound, windows, strict=True):
             start = max(0, context * self._samples_per_frame - self._tail)

@@ -12,9 +12,9 @@ import torch
 
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.codec import CodecEngine
+from omni_ray.engine.options import FrameCodecOptions
 from omni_ray.errors import ConfigError, StageFailedError
 from omni_ray.models.csm.code2wav import CsmCode2Wav
-from omni_ray.models.csm.options import MimiOptions
 from omni_ray.models.csm.pipeline import PIPELINE
 from tests.models.codec_streams import Codes, Sound, assert_equal_sound, frames, sound
 from tests.models.csm.test_csm_talker import changed
@@ -25,7 +25,7 @@ FRAME = 1920
 
 
 def engine(model: Path, **options: Any) -> CodecEngine:
-    given = MimiOptions.model_validate({"threads": 1, **options})
+    given = FrameCodecOptions.model_validate({"threads": 1, **options})
     stage = PIPELINE.stage("code2wav")
     return CodecEngine(EngineContext(stage=stage, model=str(model), model_cls=CsmCode2Wav, options=given))
 
