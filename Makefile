@@ -3,15 +3,23 @@ PYTHON ?= python3
 VENV ?= .venv
 PIPELINE ?= voice_chat
 PORT ?= 8000
+WORKERS ?= 2
 BIN := $(VENV)/bin
+SHELL := /bin/bash -o pipefail
 
 .PHONY: serve test lint parity vllm install weights clean
 
 serve: weights ## serve the default graph on http://127.0.0.1:8000
 	$(BIN)/omni-ray serve $(PIPELINE) --port $(PORT)
 
+# Two halves: what starts no Ray, WORKERS tests at a time; then what does, one by one. Both always run, and how the first
+# ended is said again last, where whoever sees only the end of a log will find it.
 test: weights ## the whole suite: ramp and voice_chat through real Ray Serve
-	$(BIN)/python -m pytest
+	@first=$$(mktemp); failed=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not alone' | tee $$first || failed=1; \
+	$(BIN)/python -m pytest -m alone || failed=1; \
+	echo 'before these, those that start no Ray:'; grep -E '^(FAILED|ERROR) |^=+ .* in [0-9.]+s' $$first; \
+	rm $$first; exit $$failed
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

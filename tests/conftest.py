@@ -1,4 +1,8 @@
-"""Fixtures: one Ray cluster per session with its own ports, and applications served on it over HTTP."""
+"""Fixtures: one Ray cluster per session with its own ports, and applications served on it over HTTP.
+
+``make test`` runs two halves: what starts no Ray, some at once; then what has the mark ``alone``, one by one. Whoever
+asks for ``cluster`` (or ``serving``) is marked here; a test whose own command starts Ray needs the mark itself.
+"""
 
 import os
 import re
@@ -22,6 +26,18 @@ os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what runs in its background so, and the commands under test would inherit it and never stop
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Ray's directory: in the half that runs beside other tests nothing can start it, and says why
+    os.environ["RAY_TMPDIR"] = "/dev/null/only a test with the mark 'alone' may start Ray"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "cluster" in item.fixturenames:
+            item.add_marker("alone")
+
 
 MAX_APPS = 3
 """Applications kept alive at once: every replica is a process of some 90 MB."""

@@ -303,7 +303,11 @@ def test_c54_what_is_not_audio_is_refused(data: bytes) -> None:
     assert caught.value.param == "input_audio"
 
 
-@pytest.mark.parametrize("data", [ZERO_FRAMES, VALID_WAV[:44], file_of(tone()[:0], 16_000, "WAV", "FLOAT")])
+@pytest.mark.parametrize(
+    "data",
+    [ZERO_FRAMES, VALID_WAV[:44], file_of(tone()[:0], 16_000, "WAV", "FLOAT")],
+    ids=["zero-frames", "header", "float"],  # the last one's bytes hold the time of day
+)
 def test_c05_clip_without_samples_is_refused(data: bytes) -> None:
     """C05: an empty buffer reached the engine and killed it; soundfile reads shape (0,) without an error."""
     with pytest.raises(InvalidRequestError, match="'input_audio' holds no audio samples"):

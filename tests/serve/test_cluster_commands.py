@@ -23,6 +23,8 @@ from omni_ray.models.ramp import oracle
 from tests.conftest import free_port, wait_until
 from tests.serve.test_ramp import TEXT, speech
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 

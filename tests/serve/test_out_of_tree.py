@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import free_port, wait_until
 from tests.serve.test_cluster_commands import in_background
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests" / "tone_tts"
 
