@@ -22,6 +22,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "omni_ray.serve.ingress_loss:middlewares"
 os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
+# Ray's default of 15 leaves replicas 3 % of a core that anything else wants, and nothing of theirs happens in time
+os.environ.update(RAY_worker_niceness="0")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what runs in its background so, and the commands under test would inherit it and never stop
@@ -41,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 MAX_APPS = 3
 """Applications kept alive at once: every replica is a process of some 90 MB."""
+PATIENCE_S = 60
+"""How long tests wait for what takes two seconds on a quiet machine; waiting ends as soon as it is so."""
 
 
 def free_port() -> int:
@@ -69,18 +73,38 @@ class Served:
         return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits)
 
     def states(self, stage: str) -> list[Any]:
-        """``StageState`` of every replica."""
+        """``StageState`` of every replica; while one is being replaced it is waited for."""
         return self._ask_all(stage, "state")
 
     def _ask_all(self, deployment: str, method: str) -> list[Any]:
-        """Call every replica; from a thread, because Serve refuses to block a running loop."""
+        """Call every replica, again and again while one of them is dead or Serve has none."""
+        answers: list[Any] = []
+
+        def all_answer() -> bool:
+            answers[:] = self._ask_once(deployment, method) or []
+            return bool(answers)
+
+        wait_until(all_answer)
+        return answers
+
+    def _ask_once(self, deployment: str, method: str) -> list[Any] | None:
+        """Call every replica; None if one is dead or none is there. Dead ones linger in Serve's tables a while.
+
+        From a thread, because Serve refuses to block a running loop.
+        """
         from ray import serve
+        from ray.exceptions import RayActorError
+        from ray.serve.exceptions import DeploymentUnavailableError
 
         def ask() -> list[Any]:
-            return list(serve.get_deployment_handle(deployment, self.name).broadcast(method).results(timeout_s=20))
+            handle = serve.get_deployment_handle(deployment, self.name)
+            return list(handle.broadcast(method).results(timeout_s=PATIENCE_S))
 
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(ask).result()
+            try:
+                return pool.submit(ask).result()
+            except (RayActorError, DeploymentUnavailableError):
+                return None
 
     def ongoing(self) -> dict[str, int]:
         """Requests alive in each stage and the ingress, over all replicas."""
@@ -103,27 +127,55 @@ class Served:
         return {stage: sorted(s.replica for s in self.states(stage)) for stage in self.stages()}
 
     def settled(self, stage: str, replicas: int) -> set[str]:
-        """Replica tags of ``stage`` once ``replicas`` of them answer; dead ones linger in Serve's tables a while."""
-        from ray.exceptions import RayActorError
-        from ray.serve.exceptions import DeploymentUnavailableError
+        """Replica tags of ``stage`` once ``replicas`` of them answer."""
+        tags: set[str] = set()
 
         def all_answer() -> bool:
-            try:
-                return len(self.states(stage)) == replicas
-            except (RayActorError, DeploymentUnavailableError):
-                return False
+            tags.clear()
+            tags.update(state.replica for state in self.states(stage))
+            return len(tags) == replicas
 
-        wait_until(all_answer, 60)
-        return {s.replica for s in self.states(stage)}
+        wait_until(all_answer)
+        return tags
+
+    def rest(self) -> None:
+        """Wait until every deployment has its replicas, all of them answer, and nobody works any more.
+
+        So begins every test: what one test broke, or left behind when it failed, is not the next one's trouble.
+        """
+        wait_until(self._rests, 2 * PATIENCE_S)
+
+    def _rests(self) -> bool:
+        from ray import serve
+        from ray.exceptions import RayActorError
+
+        try:
+            deployments = serve.status().applications[self.name].deployments
+        except RayActorError:  # the controller is being replaced
+            return False
+        for name, deployment in deployments.items():
+            replicas = {state: count for state, count in deployment.replica_states.items() if count}
+            if deployment.status != "HEALTHY" or set(replicas) != {"RUNNING"}:
+                return False
+            answers = self._ask_once(name, "active" if name == "ingress" else "state")
+            if answers is None or len(answers) != replicas["RUNNING"]:
+                return False
+        return httpx.get(f"{self.url}/ready").status_code == 200 and not any(self.ongoing().values())
 
     def pids(self, stage: str) -> list[int]:
-        """Process ids of the stage's replicas."""
+        """Process ids of the stage's replicas, once there is one."""
         import psutil
 
         # Ray adds ".method" to the title of a process that runs one
         title = re.compile(rf"ray::ServeReplica:{self.name}:{stage}(\..*)?")
-        found = [p.pid for p in psutil.process_iter(["cmdline"]) if title.fullmatch((p.info["cmdline"] or [""])[0])]
-        assert found, f"no process of {stage}"
+        found: list[int] = []
+
+        def some() -> bool:
+            titles = ((p.pid, (p.info["cmdline"] or [""])[0]) for p in psutil.process_iter(["cmdline"]))
+            found[:] = [pid for pid, words in titles if title.fullmatch(words)]
+            return bool(found)
+
+        wait_until(some)
         return found
 
 
@@ -155,7 +207,10 @@ Serving = Callable[..., Served]
 
 @pytest.fixture(scope="session")
 def serving(cluster: str) -> Serving:
-    """``serving("ramp", {deploy config})``: that application, started once and shared by all tests that ask for it."""
+    """``serving("ramp", {deploy config})``: that application, started once and shared by all tests that ask for it.
+
+    It is handed out whole and at rest.
+    """
     import json
 
     from ray import serve
@@ -171,19 +226,20 @@ def serving(cluster: str) -> Serving:
         key = json.dumps([pipeline, config], sort_keys=True)
         if key in alive:
             alive[key] = alive.pop(key)
+            alive[key].rest()
             return alive[key]
         while len(alive) >= MAX_APPS:
             serve.delete(alive.pop(next(iter(alive))).name)
         name = f"{pipeline}_{abs(hash(key)) % 10**8}"
         serve.run(build_application(pipeline, AppArgs(deploy_config=config)), name=name, route_prefix=f"/{name}")
         alive[key] = Served(name, f"{cluster}/{name}")
-        wait_until(lambda: httpx.get(f"{alive[key].url}/ready").status_code == 200, 30)
+        alive[key].rest()
         return alive[key]
 
     return start
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> float:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
     """Poll until ``condition``; returns how long it took, fails after ``seconds``."""
     started = time.monotonic()
     while not condition():

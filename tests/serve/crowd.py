@@ -1,5 +1,6 @@
 """Clients of ``ramp`` that differ in all they can: text, voice, seed, route, format. Each knows its own answer."""
 
+import asyncio
 import base64
 import io
 import itertools
@@ -158,3 +159,28 @@ def chat_body(body: dict[str, Any]) -> tuple[bytes, str]:
     """Sound and text of a chat that came whole."""
     (choice,) = body["choices"]
     return base64.b64decode(choice["message"]["audio"]["data"]), choice["message"]["content"]
+
+
+class Hearing:
+    """A streamed request, asked in the background, and what has come of its answer so far.
+
+    Attributes:
+        body: what has come. answer: the task that yields the whole of it as text, or raises what cut it.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, path: str, request: dict[str, Any]) -> None:
+        self.body = bytearray()
+        self.answer = asyncio.create_task(self._listen(client, path, request))
+
+    async def _listen(self, client: httpx.AsyncClient, path: str, request: dict[str, Any]) -> str:
+        async with client.stream("POST", path, json=request) as response:
+            async for piece in response.aiter_raw():
+                self.body += piece
+            assert response.status_code == 200, self.body
+        return self.body.decode()
+
+    def speaks(self) -> bool:
+        """Whether sound has come in an event; fails if the answer has ended without any."""
+        sounds = b'"data":"' in self.body or b"speech.audio.delta" in self.body
+        assert sounds or not self.answer.done(), self.body
+        return sounds

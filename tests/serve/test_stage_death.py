@@ -15,16 +15,19 @@ import psutil
 import pytest
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import Served, Serving, free_port, wait_until
-from tests.serve.test_ramp import TEXT, ask_chat
+from tests.conftest import PATIENCE_S, Served, Serving, free_port, wait_until
+from tests.serve.crowd import CHAT, Hearing, heard, parse_sse
+from tests.serve.test_ramp import TEXT, ask_chat, chat
 
 WORDS = " ".join(f"w{k}" for k in range(40))
 SLOW = {"thinker": {"delay_ms": 40}}
+SLOWER = {"thinker": {"delay_ms": 100}}
+"""Four seconds: until the last of eight has begun to sound, the first still goes on."""
 
 
 def config(**code2wav: Any) -> dict[str, Any]:
     quick = {"deployment": {"health_check_period_s": 0.5}}
-    engine = {"allow_request_faults": True, "stall_s": 1}
+    engine = {"allow_request_faults": True, "stall_s": 3}
     stages = {name: {**quick, "engine": engine} for name in ("thinker", "talker")}
     return {"stages": {**stages, "code2wav": {**quick, "engine": {**engine, "chunk_frames": [1, 4], **code2wav}}}}
 
@@ -42,10 +45,9 @@ def ready(app: Served) -> int:
     return httpx.get(f"{app.url}/ready").status_code
 
 
-async def under_way(app: Served) -> None:
-    """Wait until the last stage works, and has spoken."""
-    await asyncio.to_thread(wait_until, lambda: any(s.ongoing for s in app.states("code2wav")), 20)
-    await asyncio.sleep(0.5)
+async def under_way(app: Served, streams: int = 1) -> None:
+    """Wait until the last stage has spoken in so many streams, all of which still run."""
+    await asyncio.to_thread(wait_until, lambda: sum(len(s.leads) for s in app.states("code2wav")) == streams)
 
 
 async def test_an_engines_child_process_dies_idle(app: Served) -> None:
@@ -53,7 +55,7 @@ async def test_an_engines_child_process_dies_idle(app: Served) -> None:
     before = app.replicas()
     for child in children(app, "code2wav"):
         child.kill()
-    await asyncio.to_thread(wait_until, lambda: app.settled("code2wav", 1) != set(before["code2wav"]), 30)
+    await asyncio.to_thread(wait_until, lambda: app.settled("code2wav", 1) != set(before["code2wav"]))
     async with app.async_client() as client:
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
     after = app.replicas()
@@ -62,11 +64,11 @@ async def test_an_engines_child_process_dies_idle(app: Served) -> None:
 
 async def test_an_engines_child_process_dies_in_mid_stream(app: Served) -> None:
     async with app.async_client(timeout=120) as client:
-        running = asyncio.create_task(ask_chat(client, WORDS, ramp=SLOW))
-        await under_way(app)
+        running = Hearing(client, CHAT, chat(WORDS, ramp=SLOW))
+        await asyncio.to_thread(wait_until, running.speaks)
         for child in children(app, "code2wav"):
             child.kill()
-        assert await running == (oracle.pcm(WORDS), WORDS)
+        assert heard(parse_sse(await running.answer)) == (oracle.pcm(WORDS), WORDS)
 
 
 async def test_a_hung_stage_is_replaced_and_a_busy_one_is_not(app: Served) -> None:
@@ -86,11 +88,10 @@ async def test_a_hung_stage_is_replaced_and_a_busy_one_is_not(app: Served) -> No
 async def test_ready_while_every_stage_answers(app: Served) -> None:
     """C09, C73: a stage that does not answer makes us unready, with its name; liveness says nothing about stages."""
     async with app.async_client() as client:
-        await asyncio.to_thread(wait_until, lambda: ready(app) == 200, 30)
         for pid in app.pids("code2wav"):
             os.kill(pid, signal.SIGSTOP)
         try:
-            await asyncio.to_thread(wait_until, lambda: ready(app) == 503, 10)
+            await asyncio.to_thread(wait_until, lambda: ready(app) == 503)
             answer = await client.get("/ready")
             assert int(answer.headers["retry-after"]) >= 1
             assert list(answer.json()["waiting"]) == ["code2wav"]
@@ -99,7 +100,7 @@ async def test_ready_while_every_stage_answers(app: Served) -> None:
         finally:
             for pid in app.pids("code2wav"):
                 os.kill(pid, signal.SIGCONT)
-        await asyncio.to_thread(wait_until, lambda: ready(app) == 200, 10)
+        await asyncio.to_thread(wait_until, lambda: ready(app) == 200)
 
 
 async def test_the_controller_dies(app: Served) -> None:
@@ -114,10 +115,14 @@ async def test_the_controller_dies(app: Served) -> None:
 
         def answers() -> bool:
             from ray import serve
+            from ray.exceptions import RayActorError
 
-            return serve.status().applications[app.name].status.value == "RUNNING"
+            try:
+                return serve.status().applications[app.name].status.value == "RUNNING"
+            except RayActorError:
+                return False
 
-        await asyncio.to_thread(wait_until, answers, 30)
+        await asyncio.to_thread(wait_until, answers)
         for pid in app.pids("talker"):  # it does its work again
             os.kill(pid, signal.SIGKILL)
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
@@ -139,11 +144,11 @@ def second_node() -> Iterator[psutil.Process]:
     process = subprocess.Popen([str(word) for word in command], start_new_session=True, **quiet)  # type: ignore[call-overload]
     tree = psutil.Process(process.pid)
     try:
-        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == alive + 1, 60)
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == alive + 1)
         yield tree
     finally:
         lose(tree)
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 def lose(node: psutil.Process) -> None:
@@ -177,8 +182,8 @@ async def test_a_node_leaves_and_another_one_is_lost(serving: Serving) -> None:
         app.settled("code2wav", 1)
         begun = app.states("code2wav")[0].started
         async with app.async_client(timeout=120) as client:
-            running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
-            await under_way(app)
+            running = [asyncio.create_task(ask_chat(client, text, ramp=SLOWER)) for text in texts]
+            await under_way(app, len(texts))
             assert all(state.ongoing for state in app.states("talker"))
             node.terminate()
             assert await asyncio.gather(*running) == expected
@@ -186,8 +191,8 @@ async def test_a_node_leaves_and_another_one_is_lost(serving: Serving) -> None:
     with second_node() as node:
         app.settled("talker", 2)
         async with app.async_client(timeout=120) as client:
-            running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
-            await under_way(app)
+            running = [asyncio.create_task(ask_chat(client, text, ramp=SLOWER)) for text in texts]
+            await under_way(app, len(texts))
             assert all(state.ongoing for state in app.states("talker"))
             lose(node)
             assert await asyncio.gather(*running) == expected
@@ -202,8 +207,8 @@ async def test_a_replica_falls_silent(serving: Serving) -> None:
     app.settled("talker", 2)
     texts = [f"{WORDS} {k}" for k in range(4)]
     async with app.async_client(timeout=120) as client:
-        running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
-        await asyncio.to_thread(wait_until, lambda: len(app.states("code2wav")[0].leads) == len(texts), 30)
+        running = [asyncio.create_task(ask_chat(client, text, ramp=SLOWER)) for text in texts]
+        await under_way(app, len(texts))
         assert all(state.ongoing for state in app.states("talker"))
         frozen = app.pids("talker")[0]
         os.kill(frozen, signal.SIGSTOP)
