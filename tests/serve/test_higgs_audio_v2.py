@@ -69,5 +69,5 @@ def test_bad_recordings_are_400_and_hanging_up_frees_both_stages(app: Served):
             assert response.json()["error"]["param"] == param
         with client.stream("POST", "/v1/audio/speech", json=speech(stream=True)) as streamed:
             next(streamed.iter_raw(100))
-        wait_until(lambda: not any(app.ongoing().values()), 5)
+        wait_until(lambda: not any(app.ongoing().values()), 20)
         assert client.post("/v1/audio/speech", json=speech("Hi.")).status_code == 200

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import Served, Serving, wait_until
+from tests.conftest import PATIENCE_S, Served, Serving, wait_until
 from tests.serve.test_ramp import ask_chat, chat, speech
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
@@ -80,18 +80,18 @@ async def test_every_attack_gets_its_error_and_nobody_else_notices(app: Served) 
         good = [
             asyncio.create_task(ask_chat(client, text.strip(), ramp={"talker": {"delay_ms": 20}})) for _ in range(3)
         ]
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == len(good))
         await asyncio.gather(*(attack(client, name) for name in ATTACKS))
         for answer in good:
             assert await answer == (oracle.pcm(text.strip()), text.strip())
     assert app.replicas() == before
-    wait_until(lambda: not any(app.ongoing().values()), 10)
+    wait_until(lambda: not any(app.ongoing().values()))
 
 
 def open_socket(app: Served) -> tuple[socket.socket, str]:
     url = httpx.URL(app.url)
     client = socket.create_connection((url.host, url.port or 80))
-    client.settimeout(20)
+    client.settimeout(PATIENCE_S)
     return client, url.path
 
 
@@ -105,7 +105,7 @@ async def test_a_body_that_stops_coming_is_answered_and_let_go(app: Served) -> N
         client.sendall(head.encode() + b'{"model": "ramp", ')
         answer = await asyncio.to_thread(client.recv, 65_536)
     assert b" 408 " in answer.split(b"\r\n")[0]
-    wait_until(lambda: not any(app.ongoing().values()), 5)
+    wait_until(lambda: not any(app.ongoing().values()))
 
 
 async def test_what_a_stalled_reader_can_pile_up_is_capped(app: Served) -> None:
@@ -117,7 +117,7 @@ async def test_what_a_stalled_reader_can_pile_up_is_capped(app: Served) -> None:
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     async with app.async_client() as client:
         assert (await client.post(SPEECH, json=speech())).content == oracle.pcm("one two three four")
-    wait_until(lambda: not any(app.ongoing().values()), 20)
+    wait_until(lambda: not any(app.ongoing().values()))
     for client, _ in readers:
         received = 0
         with client:
@@ -133,6 +133,8 @@ async def test_what_clients_write_is_in_no_log(app: Served, cluster: str) -> Non
     """
     import ray
 
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    before = ended(read_all(folder))
     async with app.async_client() as client:
         await ask_chat(client, f"{MARK} one")
         await client.post(f"{SPEECH}?q={MARK}", json=speech(MARK, voice=MARK))
@@ -143,10 +145,14 @@ async def test_what_clients_write_is_in_no_log(app: Served, cluster: str) -> Non
             assert failed.status_code == 500
             assert "ValueError" not in failed.text
         await client.post(CHAT, json=part("audio_url", f"http://localhost:8265/{MARK}?{MARK}")["json"])
-    await asyncio.sleep(0.5)
-    logs = read_all(Path(ray._private.worker._global_node.get_logs_dir_path()))
-    assert any(b"outcome=" in text for text in logs.values()), "the request log itself was not found"
+    await asyncio.to_thread(wait_until, lambda: ended(read_all(folder)) >= before + 8)  # lines are written a bit later
+    logs = read_all(folder)
     assert not [line for text in logs.values() for line in text.splitlines() if MARK.encode() in line]
+
+
+def ended(logs: dict[str, bytes]) -> int:
+    """Lines of the request log."""
+    return sum(text.count(b"outcome=") for text in logs.values())
 
 
 def read_all(folder: Path) -> dict[str, bytes]:

@@ -88,6 +88,6 @@ def test_hanging_up_closes_the_generator(app: Served):
         for _ in range(5):
             with client.stream("POST", "/v1/audio/speech", json=speech(TEXT * 20)) as response:
                 next(response.iter_raw(100))
-        wait_until(lambda: not any(app.ongoing().values()), 5)
+        wait_until(lambda: not any(app.ongoing().values()), 20)
         assert client.post("/v1/audio/speech", json=speech("Hi.")).status_code == 200
     assert app.replicas() == before

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.conftest import free_port, wait_until
+from tests.conftest import PATIENCE_S, free_port, wait_until
 from tests.serve.test_cluster_commands import in_background
 
 pytestmark = pytest.mark.alone
@@ -66,15 +66,15 @@ def test_served(python: Path):
     words = [str(python), "-m", "omni_ray.cli", "serve", "tone_tts", "--port", str(port)]
     with in_background(*words, env=environment()):
         base = f"http://127.0.0.1:{port}"
-        wait_until(lambda: ready(base), 90)
+        wait_until(lambda: ready(base), 180)
         body = {"model": "tone_tts", "input": "Ab, c!", "response_format": "pcm", "tone": {"base_hz": 440}}
-        response = httpx.post(f"{base}/v1/audio/speech", json=body, timeout=30)
+        response = httpx.post(f"{base}/v1/audio/speech", json=body, timeout=PATIENCE_S)
         assert response.status_code == 200, response.text
         assert response.headers["x-sample-rate"] == "16000"
         pitches = [440 * 2 ** (i / 12) for i in range(3)]
         sines = [0.3 * np.sin(2 * np.pi * hz / 16_000 * np.arange(1_600)) for hz in pitches]
         heard = np.frombuffer(response.content, "<i2") / 32767
         np.testing.assert_allclose(heard, np.concatenate(sines), atol=1 / 32767)
-        wrong = httpx.post(f"{base}/v1/audio/speech", json={**body, "tone": {"base_hz": 3}}, timeout=30)
+        wrong = httpx.post(f"{base}/v1/audio/speech", json={**body, "tone": {"base_hz": 3}}, timeout=PATIENCE_S)
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"].startswith("tone")

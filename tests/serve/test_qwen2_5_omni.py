@@ -137,4 +137,4 @@ async def test_answers_equal_upstream(app: Served, references: dict[str, Referen
         # Hanging up frees all stages.
         async with client.stream("POST", "/v1/chat/completions", json=body(messages)) as response:
             await anext(response.aiter_text())
-    await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()), 15)
+    await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()), 20)

@@ -229,7 +229,7 @@ async def test_streams_equal_upstream(
             "/v1/chat/completions", json=body(references["text"].messages, audio={"voice": "nobody", "format": "pcm16"})
         )
         assert unknown.status_code == 400
-    await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()), 3)
+    await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()))
 
 
 async def test_more_than_300_frames(serving: Serving, tiny: Path) -> None:
@@ -339,7 +339,7 @@ async def test_a_killed_talker_under_load(serving: Serving, tiny: Path, referenc
 
     async with app.async_client(timeout=120) as client:
         running = [asyncio.create_task(ask(client)) for _ in range(8)]
-        await asyncio.to_thread(wait_until, lambda: sum(s.ongoing for s in app.states("talker")) > 3, 20)
+        await asyncio.to_thread(wait_until, lambda: sum(s.ongoing for s in app.states("talker")) > 3)
         os.kill(app.pids("talker")[0], signal.SIGKILL)
         await asyncio.gather(*running)
         await ask(client)

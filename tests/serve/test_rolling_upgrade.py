@@ -43,7 +43,7 @@ async def listeners(app: Served, client: httpx.AsyncClient, words: int, frames_p
     """Sixteen live streams while the body runs; every byte of each is of the version that it began with."""
     texts = [" ".join([f"l{k}", *["w"] * (words - 1)]) for k in range(STREAMS)]
     running = [asyncio.create_task(speak(client, text)) for text in texts]
-    await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].engine.running == STREAMS, 20)
+    await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].engine.running == STREAMS)
     yield
     answers = await asyncio.gather(*running)
     assert answers == [oracle.pcm(text, frames_per_token=frames_per_token) for text in texts]

@@ -41,7 +41,7 @@ def test_a_stage_that_serve_gave_up_is_not_ready(cluster: str) -> None:
             return True
         return False
 
-    wait_until(given_up, 20)
+    wait_until(given_up)
     plan = make_plan(load_pipeline("ramp"), {"text"}, {"messages"})
 
     async def ask() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from omni_ray.models.ramp import oracle
 from tests.conftest import Served, Serving, wait_until
-from tests.serve.test_ramp import TEXT, ask_chat, chat, heard, parse_sse, speech
+from tests.serve.crowd import CHAT, Hearing, heard, parse_sse
+from tests.serve.test_ramp import TEXT, ask_chat, chat, speech
 
 WORDS = " ".join(f"w{k}" for k in range(30))
 MIDDLE = {"thinker": 15, "talker": 45, "code2wav": 11}
@@ -88,16 +89,21 @@ async def test_routes_hear_of_nothing(app: Served) -> None:
         assert flac[0].content == flac[1].content
 
 
+def all_computed(app: Served) -> bool:
+    """The thinker's engine is done, and refs of its wait to be read."""
+    states = app.states("thinker")
+    return not any(state.engine.running for state in states) and any(state.held_refs for state in states)
+
+
 async def test_latents_whose_owner_died(serving: Serving) -> None:
     """The thinker has sent all its refs and dies before they are read: no hang, no error, the same bytes."""
     app = serving("ramp", config(width=60_000, max_takeovers=20))
     async with app.async_client(timeout=120) as client:
-        running = asyncio.create_task(ask_chat(client, WORDS, ramp={"talker": {"delay_ms": 30}}))
-        await asyncio.to_thread(wait_until, lambda: any(s.ongoing for s in app.states("code2wav")), 20)
-        await asyncio.sleep(0.8)
+        running = Hearing(client, CHAT, chat(WORDS, ramp={"talker": {"delay_ms": 50}}))
+        await asyncio.to_thread(wait_until, lambda: running.speaks() and all_computed(app))
         for pid in app.pids("thinker"):
             os.kill(pid, signal.SIGKILL)
-        assert await running == (oracle.pcm(WORDS), WORDS)
+        assert heard(parse_sse(await running.answer)) == (oracle.pcm(WORDS), WORDS)
 
 
 async def test_a_poison_request_is_taken_over_once(app: Served) -> None:

@@ -35,7 +35,7 @@ async def test_snapshot_beside_two_streams(serving: Serving, capsys: pytest.Capt
             (state,) = next(stage for stage in view.stages if stage.name == "code2wav").replicas
             return state.engine.queued == 1 and bool(state.leads) and min(state.leads) < -0.2
 
-        await asyncio.to_thread(wait_until, one_waits_and_one_is_late, 20)
+        await asyncio.to_thread(wait_until, one_waits_and_one_is_late)
         assert await asyncio.to_thread(main, ["top", app.name, "--once"]) == 0
         shown = capsys.readouterr().out
         for task in asked:

@@ -85,7 +85,7 @@ async def test_one_request_one_tree(serving: Serving, collector: Collector) -> N
     app = serving("ramp", CONFIG)
     await ask(app, chat("one two three"), traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01")
     stages = ("request", "code2wav", "talker", "thinker")
-    await asyncio.to_thread(wait_until, lambda: {s.name for s in collector.of(TRACE_ID)} >= {*stages}, 20)
+    await asyncio.to_thread(wait_until, lambda: {s.name for s in collector.of(TRACE_ID)} >= {*stages})
     spans = collector.of(TRACE_ID)
     (chain,) = [[next(s for s in spans if s.name == name) for name in stages]]
     assert chain[0].parent_span_id.hex() == PARENT_ID
@@ -118,7 +118,7 @@ async def test_a_client_that_is_not_sampled_is_not_traced(serving: Serving, coll
     await ask(app, chat("one"), traceparent=f"00-{not_sampled}-{PARENT_ID}-00")
     failed = await ask(app, chat(f"{SECRET} two", ramp={"code2wav": {"fail_at": 1}}))
     assert "error" in failed
-    await asyncio.to_thread(wait_until, lambda: any(s.name == "request" for s in collector.spans), 20)
+    await asyncio.to_thread(wait_until, lambda: any(s.name == "request" for s in collector.spans))
     assert not collector.of(not_sampled)
     (request,) = [s for s in collector.spans if s.name == "request"]
     assert not request.parent_span_id
@@ -167,5 +167,5 @@ def log_lines(app: Served, complete: Callable[[list[dict[str, Any]]], bool]) -> 
         lines[:] = [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
         return complete(lines)
 
-    wait_until(read, 20)
+    wait_until(read)
     return lines

@@ -216,8 +216,8 @@ async def test_concurrent_answers_are_what_they_are_alone(app: Served) -> None:
     for (pcm, text), (pcm_alone, text_alone) in zip(together, alone, strict=True):
         if text == text_alone:  # in default mode arithmetic may differ with the batch; the sound of a text may not
             assert pcm == pcm_alone
-    wait_until(lambda: ray.available_resources()["object_store_memory"] >= free - 2**20, 10)
-    wait_until(lambda: not any(app.ongoing().values()), 2)
+    wait_until(lambda: ray.available_resources()["object_store_memory"] >= free - 2**20)
+    wait_until(lambda: not any(app.ongoing().values()), 20)
 
 
 async def test_odd_media(app: Served) -> None:
