@@ -1,251 +1,55 @@
-"""The deployment that runs one stage: an engine, clients to the stages it may call, and one streaming method."""
+"""The deployment that runs a stage: one streaming method, and what Ray Serve asks of a replica."""
 
-import asyncio
-import logging
-import os
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from contextlib import aclosing
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from omni_ray.engine.base import Engine, EngineContext, EngineStats
-from omni_ray.errors import EngineDiedError, OmniRayError, ReplicaDiedError, SaturatedError, StageFailedError
-from omni_ray.registry import OmniModelRegistry, import_dotted, load_plugins
-from omni_ray.serve.effort import Effort
-from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
-from omni_ray.serve.lifeline import LifelineHost, ProducerEnd
+from omni_ray.registry import load_plugins
+from omni_ray.serve.events import Caller, Envelope, Event
+from omni_ray.serve.lifeline import LifelineHost
 from omni_ray.serve.logs import log_as, log_request
-from omni_ray.serve.meters import GAUGES_EVERY_S, Labels, StageMeters
+from omni_ray.serve.meters import Labels
 from omni_ray.serve.ref_collector import RefCollector
+from omni_ray.serve.running_stage import RunningStage, StageState
 from omni_ray.serve.serve_options import check_actual_options
-from omni_ray.serve.slack import AT_EASE_S, Report, load_of
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import StageClient
-from omni_ray.serve.stage_parts import StageParts
-from omni_ray.serve.stage_run import StageRun
-from omni_ray.serve.tracing import Tracing
-from omni_ray.serve.version import code_version
-
-logger = logging.getLogger("ray.serve")
-
-STARTED_S = 1.0
-"""A stream that has just begun to sound has no lead yet; that presses nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageState:
-    """What a stage knows of itself, for tests and ``omni-ray top``. All counters but totals are zero when idle.
-
-    ``leads`` are of the live streams that have begun to sound; ``load`` is as autoscaling sees it (``slack.load_of``).
-    """
-
-    replica: str
-    ongoing: int
-    engine: EngineStats
-    started: int
-    finished: int
-    refused: int
-    failed: int
-    cancelled: int
-    messages: int
-    leads: tuple[float, ...] = ()
-    held_refs: int = 0
-    load: float = 0.0
-
-
-class _ConsumerGone(ReplicaDiedError):
-    """The lifeline broke: the consumer's process is gone, or at least out of reach."""
 
 
 class Stage:
     """One stage of a pipeline. Names no other stage: whom it calls comes with each request's plan."""
 
     async def __init__(self, spec: StageSpec, upstream: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
+        self._stage: RunningStage | None = None
         load_plugins()
-        self._stage = spec.pipeline.stage(spec.stage)
         context = serve.get_replica_context()
         self._replica: str = context.replica_tag
         labels = Labels(context.app_name, spec.pipeline.name, spec.stage, self._replica)
         log_as(spec.pipeline.name, spec.stage)
-        self._meters = StageMeters(labels)
-        self._tracing = Tracing(labels) if spec.observe.tracing else None
-        self._runs: set[StageRun] = set()
-        self._effort = Effort()
-        self._tuning = spec.derived.tuning
-        self._gauges: asyncio.Task[None] | None = None
-        self._ongoing: Counter[tuple[str, int]] = Counter()
-        self._totals: Counter[str] = Counter()
-        self._engine: Engine | None = None
         check_actual_options(spec.stage, spec.derived)
         self._lifelines = LifelineHost(ray.util.get_node_ip_address())
-        self._window = int(spec.streaming.window_mb * 2**20)
-        model = spec.model
-        if model is None and (prepare := self._stage.prepare or spec.pipeline.prepare) is not None:
-            model = str(await asyncio.to_thread(import_dotted(prepare), self._progress))
-        engine_cls = import_dotted(spec.engine_path)
-        model_cls = OmniModelRegistry.load(spec.model_arch)
-        engine: Engine = engine_cls(
-            EngineContext(
-                stage=self._stage,
-                model=model,
-                model_cls=model_cls,
-                options=spec.engine_options,
-                load_format=spec.load_format,
-                progress=self._progress,
-            )
-        )
-        await engine.start()
-        self._collector = RefCollector()
-        self._collector.freeze()
-        self._engine = engine
-        self._parts = StageParts(
-            stage=self._stage,
-            engine=engine,
-            clients={
-                name: StageClient(name, handle, labels, spec.streaming, self._lifelines)
-                for name, handle in upstream.items()
-            },
-            processors={edge.processor: import_dotted(edge.processor) for edge in self._stage.inputs},
-            streaming=spec.streaming,
-            async_chunk=spec.async_chunk,
-            sampling=spec.sampling,
-            opened=Opened(
-                spec.stage,
-                self._replica,
-                {
-                    consumer.name: edge.schema_version
-                    for consumer in spec.pipeline.stages
-                    for edge in consumer.stage_edges()
-                    if edge.source == spec.stage
-                },
-                version=code_version(spec, engine_cls, model_cls),
-                resumable=engine.resumable != "none",
-            ),
-            effort=self._effort,
-        )
+        collector = RefCollector()
+        clients = {
+            name: StageClient(name, handle, labels, spec.streaming, self._lifelines)
+            for name, handle in upstream.items()
+        }
+        self._stage = await RunningStage.start(spec, labels, clients, spec.derived.tuning, collector)
+        collector.freeze()
 
-        self._gauges = asyncio.get_running_loop().create_task(self._set_gauges(engine))
-
-    async def _set_gauges(self, engine: Engine) -> None:
-        while True:
-            held = [run.held() for run in self._runs]
-            try:
-                stats = engine.stats()
-            except Exception:  # a broken engine is the health check's affair; the next look may succeed
-                logger.exception("asking the engine of stage %s for its state failed", self._stage.name)
-            else:
-                refs, ref_bytes = sum(n for n, _ in held), sum(size for _, size in held)
-                self._meters.now(stats, self._leads(), refs, ref_bytes, load_of(self._report(stats), self._tuning))
-            await asyncio.sleep(GAUGES_EVERY_S)
-
-    def _leads(self) -> tuple[float, ...]:
-        now = time.monotonic()
-        leads = (run.watch.playback.lead_s(now) for run in self._runs)
-        return tuple(lead for lead in leads if lead is not None)
-
-    def _report(self, stats: EngineStats) -> Report:
-        now = time.monotonic()
-        waited_for = (run.watch.playback for run in self._runs if run.waited_for())
-        leads = [p.lead_s(now) or 0.0 for p in waited_for if p.first is not None and now - p.first > STARTED_S]
-        return Report(
-            busy=stats.running,
-            queued=stats.queued,
-            places=stats.max_num_seqs,
-            oldest_wait_s=stats.oldest_wait_s,
-            least_lead_s=min([AT_EASE_S, *leads]),
-            cost=self._effort.cost(),
-        )
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray Serve's hook: what its controller hands to ``SlackPolicy``."""
-        assert self._engine is not None
-        return {name: float(value) for name, value in self._report(self._engine.stats())._asdict().items()}
-
-    def _progress(self, line: str) -> None:
-        logger.info("%s: %s", self._stage.name, line)
+    @property
+    def _running(self) -> RunningStage:
+        assert self._stage is not None
+        return self._stage
 
     async def run(self, envelope: Envelope, caller: Caller) -> AsyncIterator[list[Event]]:
-        """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""
-        key, outcome = envelope.request.key, "cancelled"
-        end = ProducerEnd(self._window) if caller.lifeline is not None else None
+        """See ``RunningStage.run``."""
         log_request(envelope.request.request_id)
-        trace = None
-        if self._tracing is not None:
-            trace = self._tracing.begin(*key, envelope.traceparent)
-            envelope = replace(envelope, traceparent=trace.traceparent)
-        run = StageRun(self._parts, envelope, end, trace)
-        tasks = [asyncio.create_task(run.go())]
-        if end is not None and caller.lifeline is not None:
-            tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
-            end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone(f"{caller.consumer} is gone")))
-
-        async def taken() -> None:
-            if end is not None:
-                await end.taken()
-
-        self._ongoing[key] += 1
-        self._totals["started"] += 1
-        self._runs.add(run)
-        try:
-            async for batch in run.outbox.batches():
-                self._totals["messages"] += 1
-                if end is not None:
-                    end.message()
+        async with aclosing(self._running.run(envelope, caller)) as batches:
+            async for batch in batches:
                 yield batch
-            if end is not None:
-                await end.drained()
-            outcome = "finished"
-        except SaturatedError as error:
-            outcome = "refused"
-            yield [Saturated(self._stage.name, error.message, error.retry_after_s)]
-        except EngineDiedError as error:
-            if error.stage == self._stage.name:
-                _leave(error)
-            await taken()
-            raise
-        except _ConsumerGone:
-            raise  # to a consumer that lives and only lost its lifeline this is an error, never an end
-        except OmniRayError:
-            outcome = "failed"
-            await taken()
-            raise
-        except Exception as error:
-            outcome = "failed"
-            await taken()
-            logger.exception("stage %s failed, request %s", self._stage.name, envelope.request.request_id)
-            raise StageFailedError(f"stage {self._stage.name} failed") from error
-        finally:
-            await self._end(run, end, tasks, outcome in ("finished", "refused"))
-            self._totals[outcome] += 1
-            self._runs.discard(run)
-            self._meters.ended(outcome, run.watch)
-            if trace is not None:
-                trace.end(run.watch, outcome)
-            self._ongoing[key] -= 1
-            if not self._ongoing[key]:
-                del self._ongoing[key]
-
-    async def _end(
-        self, run: StageRun, end: ProducerEnd | None, tasks: list[asyncio.Task[None]], complete: bool
-    ) -> None:
-        """Stop what is left of a run and let go of its refs."""
-        for task in tasks:
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if end is not None:
-            end.release()
-            end.lost.cancel()  # its callback knows the run, and the run knows the end: a cycle that holds refs
-        if not complete:
-            run.abandon()
-        if run.refs_travel and (run.cut_off or not complete):
-            self._collector.soon()
 
     async def ping(self) -> str:
         """The replica's tag; answering is the point, and a dead engine does not answer (cases.md C09)."""
@@ -254,35 +58,19 @@ class Stage:
 
     async def state(self) -> StageState:
         """Counters right now."""
-        assert self._engine is not None
-        names = ("started", "finished", "refused", "failed", "cancelled", "messages")
-        counts = {name: self._totals[name] for name in names}
-        refs = sum(run.held()[0] for run in self._runs)
-        ongoing, engine = self._ongoing.total(), self._engine.stats()
-        load = load_of(self._report(engine), self._tuning)
-        return StageState(self._replica, ongoing, engine, **counts, leads=self._leads(), held_refs=refs, load=load)
+        return self._running.state()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve's hook: what its controller hands to ``SlackPolicy``."""
+        return {name: float(value) for name, value in self._running.report()._asdict().items()}
 
     async def check_health(self) -> None:
         """Ray Serve's health check: the engine's own. Serve replaces a replica that fails it three times in a row."""
-        if self._engine is not None:
-            try:
-                await self._engine.check_health()
-            except EngineDiedError as error:
-                _leave(error)
+        if self._stage is not None:
+            await self._stage.check_health()
 
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook."""
-        if self._gauges is not None:
-            self._gauges.cancel()
-        if self._engine is not None:
-            await self._engine.stop()
+        if self._stage is not None:
+            await self._stage.stop()
             await self._lifelines.stop()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.stop)
-
-
-def _leave(error: EngineDiedError) -> NoReturn:
-    """End this process: a replica without an engine must not be routed to until three health checks have failed."""
-    logger.critical("%s; this replica ends", error)
-    logging.shutdown()
-    os._exit(1)

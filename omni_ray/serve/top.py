@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from omni_ray.errors import ConfigError
-from omni_ray.serve.stage import StageState
+from omni_ray.serve.running_stage import StageState
 
 ANSWER_S = 5.0
 _CLEAR = "\033[H\033[2J"
