@@ -111,7 +111,7 @@ async def test_an_idle_thread_is_given_work_however_far_ahead_it_is() -> None:
         for n in range(3):
             started = time.monotonic()
             await line.submit((str(n), 50), lead(clock, 2, 1000, 1))
-            assert time.monotonic() - started < 0.2
+            assert time.monotonic() - started < 2
     finally:
         line.stop()
     assert steps.seen == [["0"], ["1"], ["2"]]

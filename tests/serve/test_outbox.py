@@ -34,7 +34,7 @@ async def test_first_event_leaves_at_once():
     """Time to first audio must not contain the coalescing time."""
     outbox = Outbox(coalesce_ms=10_000)
     outbox.put(text(0))
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         assert await anext(outbox.batches()) == [text(0)]
 
 
@@ -54,15 +54,15 @@ async def test_later_events_are_collected():
 
 async def test_an_event_after_a_pause_leaves_at_once():
     """Coalescing is a shortest distance between lists, not a delay added to each."""
-    outbox = Outbox(coalesce_ms=300)
+    outbox = Outbox(coalesce_ms=800)
     batches = outbox.batches()
     outbox.put(text(0))
     await anext(batches)
-    await asyncio.sleep(0.32)
+    await asyncio.sleep(0.82)
     outbox.put(text(1))
     started = time.monotonic()
     await anext(batches)
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < 0.7
 
 
 async def test_no_coalescing():
@@ -83,7 +83,7 @@ async def test_close_ends_the_wait():
     await asyncio.sleep(0.005)
     outbox.put(text(1))
     outbox.close()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         assert await waiting == [[text(1)]]
 
 

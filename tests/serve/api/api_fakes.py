@@ -275,7 +275,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None)
     return cast(dict[str, Any], error)
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Waits until ``condition`` holds."""
     end = time.monotonic() + seconds
     while not condition():

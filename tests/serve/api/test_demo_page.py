@@ -80,7 +80,7 @@ def page(browser: Any, app: Served, request: pytest.FixtureRequest) -> Iterator[
     """The page, opened; any error on its console fails the test."""
     options = {"viewport": {"width": 1100, "height": 900}, **getattr(request, "param", {})}
     context = browser.new_context(**options)
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(60_000)
     opened, complaints = context.new_page(), []
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
