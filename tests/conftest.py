@@ -22,8 +22,9 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "omni_ray.serve.ingress_loss:middlewares"
 os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
-# Ray's default of 15 leaves replicas 3 % of a core that anything else wants, and nothing of theirs happens in time
-os.environ.update(RAY_worker_niceness="0")
+# Ray's default of 15 leaves replicas 3 % of a core that anything else wants, and nothing of theirs happens in time;
+# and Serve kills a proxy that takes more than 5 s to start
+os.environ.update(RAY_worker_niceness="0", RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what runs in its background so, and the commands under test would inherit it and never stop

@@ -108,8 +108,8 @@ async def test_every_metric_has_data_and_says_what_happened(serving: Serving) ->
         found = of(samples, app, metric, "_count" if metric.kind == "histogram" else "")
         assert found, f"{metric.exported} has no data"
         assert {*COMMON, *metric.labels} <= found[0][0].keys()
-    assert total(samples, app, "requests", outcome="refused") == refused
-    assert total(samples, app, "requests", outcome="failed") == 1
+    assert total(samples, app, "requests", outcome="refused", route=route) == refused
+    assert total(samples, app, "requests", outcome="failed", route=route) == 1
     assert total(samples, app, "requests", outcome="invalid", route=route) == 1
     assert total(samples, app, "stage_requests", stage="code2wav", outcome="failed") == 1
     assert total(samples, app, "stage_requests", stage="code2wav", outcome="refused") == refused

@@ -191,6 +191,20 @@ def test_asks_shows_and_stops(page: Any) -> None:
 
 
 @in_browser
+def test_a_question_need_not_wait_for_the_voices(browser: Any) -> None:
+    """A slow server got a question without a voice's name, and refused it."""
+    with served(FakeDispatcher(FULL, [*text("hello"), *audio(2400)])) as url:
+        context = browser.new_context()
+        page = context.new_page()
+        page.route("**/v1/audio/voices", lambda route: None)  # it never comes
+        page.goto(f"{url}/")
+        ask(page, "hi")
+        status(page, "Done")
+        assert page.locator("#answer").inner_text() == "hello"
+        context.close()
+
+
+@in_browser
 def test_what_the_microphone_hears_is_the_question(browser: Any) -> None:
     """Speak, then send: the server gets a 16 kHz mono clip with that tone in it, and answers."""
     fake = FakeDispatcher(script=[*text("a tone"), *audio(2400)])
