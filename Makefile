@@ -16,7 +16,7 @@ serve: weights ## serve the default graph on http://127.0.0.1:8000
 # ended is said again last, where whoever sees only the end of a log will find it.
 test: weights ## the whole suite: ramp and voice_chat through real Ray Serve
 	@first=$$(mktemp); failed=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not alone' | tee $$first || failed=1; \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not alone' | tee $$first || failed=1; \
 	$(BIN)/python -m pytest -m alone || failed=1; \
 	echo 'before these, those that start no Ray:'; grep -E '^(FAILED|ERROR) |^=+ .* in [0-9.]+s' $$first; \
 	rm $$first; exit $$failed

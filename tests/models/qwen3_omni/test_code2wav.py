@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,15 +276,6 @@ def published(decoder_dim: int) -> Qwen3OmniMoeCode2Wav:
     return model
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_the_published_attention_over_640_frames():
     """Window 72 x 8 layers, hidden 1024. The convolutions are narrow (96 instead of 1536), or this took minutes."""
     model = published(decoder_dim=96)
@@ -295,7 +286,6 @@ def test_the_published_attention_over_640_frames():
     check_equal(stream(StreamingCode2Wav(model), codes, DEFAULT), whole)
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_the_published_convolutions():
     """Everything at its published width."""
     model = published(decoder_dim=1536)

@@ -363,6 +363,7 @@ async def test_a_cancelled_thread_is_waited_for() -> None:
     assert done == [1]
 
 
+@pytest.mark.alone  # it measures time
 async def test_decoding_does_not_block_others() -> None:
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, 48_000 * 50)
     part = {"type": "input_audio", "input_audio": {"data": b64(wav(noise, 48_000, format="FLAC"))}}
