@@ -1,6 +1,6 @@
 """Option models that engines publish; a deploy YAML's ``engine:`` block is checked against them. No heavy imports."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,10 @@ class EngineOptions(StrictModel):
         queue_timeout_s: longest wait for a place.
         stall_s: with work in hand and no output for this long, the engine counts as hung.
         deterministic: equal bytes alone and in a crowd, at the price of fixed shapes.
+        waits: options that say when, and never what: a request may be taken over by a replica where they differ.
     """
+
+    waits: ClassVar[frozenset[str]] = frozenset({"max_queue", "reserved_seqs", "queue_timeout_s", "stall_s"})
 
     max_num_seqs: int = Field(default=8, ge=1)
     max_queue: int = Field(default=64, ge=0)

@@ -12,7 +12,7 @@ def code_version(spec: StageSpec, *classes: type) -> str:
     """Equal exactly where a request may go on that another replica began.
 
     Args:
-        spec: what the stage is built from. Weights count by their name only.
+        spec: what the stage is built from. Weights count by their name only, options that only wait not at all.
         classes: engine and model class, which may come from another package.
     """
     digest = hashlib.sha256()
@@ -21,6 +21,7 @@ def code_version(spec: StageSpec, *classes: type) -> str:
     for path in sorted(files):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
-    settings = (spec.pipeline, spec.engine_options, spec.sampling)
-    digest.update("\0".join((str(spec.model), spec.load_format, *(s.model_dump_json() for s in settings))).encode())
+    options = spec.engine_options.model_dump_json(exclude=set(spec.engine_options.waits))
+    settings = (spec.pipeline.model_dump_json(), options, spec.sampling.model_dump_json())
+    digest.update("\0".join((str(spec.model), spec.load_format, *settings)).encode())
     return digest.hexdigest()[:16]

@@ -1,9 +1,11 @@
 """Engine options and fault knobs of ``ramp``. A knob counts in the stage's own units: tokens, frames, decode calls."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from omni_ray.config.base import StrictModel
-from omni_ray.engine.options import CodecOptions, PerRequestOptions
+from omni_ray.engine.options import CodecOptions, EngineOptions, PerRequestOptions
 from omni_ray.registry import ModelExtras
 
 
@@ -59,6 +61,8 @@ class TalkerOptions(PerRequestOptions):
     ``resumable: false`` stands for an engine whose requests cannot go on in another replica, ``loads: false`` for a
     version whose weights do not load.
     """
+
+    waits: ClassVar[frozenset[str]] = EngineOptions.waits | {"pace_ms"}
 
     max_num_seqs: int = Field(default=64, ge=1)
     frames_per_token: int = Field(default=3, ge=1)
