@@ -15,12 +15,12 @@ from omni_ray.engine.base import Engine, EngineContext
 from omni_ray.engine.types import AudioClip, Request
 from omni_ray.registry import OmniModelRegistry, import_dotted
 from omni_ray.serve.api.app import make_app
-from omni_ray.serve.dispatcher import Readiness
 from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Envelope, Opened, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.meters import EdgeMeters, Labels
 from omni_ray.serve.planner import Plan, make_plan
+from omni_ray.serve.readiness import Readiness
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import Received

@@ -16,6 +16,8 @@ import psutil
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from omni_ray.serve import ingress_loss
 from omni_ray.serve.builder import build_application
@@ -28,7 +30,10 @@ NODE_CPUS = 4
 
 
 def deploy_config(**talker: Any) -> dict[str, Any]:
-    """Two replicas of everything; latents cross as object refs; a hang is noticed within seconds."""
+    """Two replicas of everything; latents cross as object refs; a hang is noticed within seconds.
+
+    Faults keep a request silent for 20 + 25 s in all, at most: who gives up after 60 s was told before.
+    """
     deployment = {"num_replicas": 2, "health_check_period_s": 1, "health_check_timeout_s": 5}
     engine = {"allow_request_faults": True, "stall_s": 4}
     return {
@@ -38,7 +43,7 @@ def deploy_config(**talker: Any) -> dict[str, Any]:
             "code2wav": {"deployment": deployment, "engine": {**engine, "chunk_frames": [1, 4, 8]}},
         },
         "streaming": {"first_chunk_timeout_s": 20, "idle_timeout_s": 20},
-        "ingress": {"deployment": deployment, "grace_s": 30, "max_takeovers": 5},
+        "ingress": {"deployment": deployment, "grace_s": 30, "max_takeovers": 5, "recovery_wait_s": 25},
     }
 
 
@@ -93,9 +98,18 @@ class RampCluster:
         with ThreadPoolExecutor(1) as pool:  # Serve refuses to block a running event loop
             return pool.submit(ask).result()
 
-    def at_work(self) -> int:
-        """Requests alive in any stage or engine."""
-        return sum(s.ongoing + s.engine.running + s.engine.queued for stage in STAGES for s in self.states(stage))
+    def at_work(self, patience_s: float = 60) -> int:
+        """Requests alive in any stage or engine; dead replicas linger in Serve's tables for a while after a fault."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                states = [state for stage in STAGES for state in self.states(stage)]
+            except (RayActorError, DeploymentUnavailableError, TimeoutError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            else:
+                return sum(s.ongoing + s.engine.running + s.engine.queued for s in states)
 
     def object_store_bytes(self) -> float:
         """Bytes in use in all object stores."""
@@ -134,6 +148,7 @@ def ramp_cluster(workers: int, config: dict[str, Any]) -> Iterator[RampCluster]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[ingress_loss.SETTING] = ingress_loss.IMPORT_PATH
     os.environ["MALLOC_ARENA_MAX"] = "2"  # else what 40 threads free lies in pieces in as many heaps (soak.md)
+    os.environ.update(RAY_worker_niceness="0")  # else this machine's other processes, clients too, go before replicas
     os.environ["RAY_SERVE_STOP_FAILED_ROLLING_UPDATES"] = "0"  # else three deaths in a roll-out end all repair
     cluster = Cluster(
         initialize_head=True,

@@ -183,7 +183,7 @@ HEALTH = (
     ),
     Removal(
         "stages are asked whether they answer",
-        SERVE + "dispatcher.py",
+        SERVE + "readiness.py",
         "        return Readiness(not waiting, await self._with_status(waiting) if waiting else {})",
         "        return Readiness(True, {})",
         TEST_SERVE + "stage_death.py::test_ready_while_every_stage_answers",

@@ -108,6 +108,8 @@ class IngressConfig(StrictModel):
         retry: one invisible retry when a replica dies before anything was sent.
         takeover: when a replica dies after that, another one goes on where it stopped, if the stages' engines can.
         max_takeovers: how often that may happen to one request.
+        recovery_wait_s: how long faults may keep one request silent beyond ``streaming``'s own deadlines, in all its
+            attempts together: while a stage that was up has no replica, or after a replica that never said a word.
     """
 
     deployment: dict[str, Any] = Field(default_factory=dict)
@@ -143,6 +145,7 @@ class IngressConfig(StrictModel):
     retry: bool = True
     takeover: bool = True
     max_takeovers: int = Field(default=2, ge=1)
+    recovery_wait_s: float = Field(default=30, ge=1)
 
     @field_validator("cors_origins")
     @classmethod

@@ -7,6 +7,7 @@ again without being heard, so that the client sees one stream without a gap.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Final
 
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.engine.types import Finish
-from omni_ray.errors import ReplicaDiedError, SaturatedError, StageSilentError, TakeoverRefusedError
+from omni_ray.errors import NotReadyError, ReplicaDiedError, SaturatedError, StageTimeoutError, TakeoverRefusedError
 from omni_ray.serve.events import Envelope, Event, Opened, OutputEvent, Recorded, RecordEvent
 from omni_ray.serve.records import MAX_RECORD_BYTES, StageRecord, recordable, total_bytes
 
@@ -51,22 +52,54 @@ class Tenants:
         return not any(on == replica and who != request for on, who in self._on)
 
 
+class Patience:
+    """How long faults may keep one request silent, all its attempts together: each alone may be short of its deadline.
+
+    Attributes:
+        seconds: all of it.
+        spent_s: from the last sign of life to the end of an attempt, or of a wait, that came to nothing, summed up.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.spent_s = 0.0
+        self._since = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is over, if nothing comes."""
+        return self._since + self.seconds - self.spent_s - time.monotonic()
+
+    def renew(self) -> None:
+        """Something came; what was spent stays so."""
+        self._since = time.monotonic()
+
+    def spend(self) -> None:
+        """The silence so far was in vain."""
+        now = time.monotonic()
+        self.spent_s += now - self._since
+        self._since = now
+
+
 class Attempts:
     """The attempts of one request.
 
     Attributes:
         envelope: of the attempt that runs or is to run.
         unfinished: stages of the plan's outputs that have not finished; without any, the client has its whole answer.
+        shown: whether the client may have seen something.
+        patience: of all attempts together.
     """
 
-    def __init__(self, config: IngressConfig, tenants: Tenants, envelope: Envelope, patience_s: float) -> None:
+    def __init__(self, config: IngressConfig, tenants: Tenants, envelope: Envelope, patience: Patience) -> None:
         self.envelope = replace(envelope, records=config.takeover)
         self.unfinished = {stage for _, stage in envelope.plan.outputs}
         self._tenants = tenants
         self._retries = 1 if config.retry else 0
         self._takeovers = config.max_takeovers if config.takeover else 0
-        self._patience_s = patience_s
-        self._shown = False
+        self.patience = patience
+        self._recovery_wait_s = config.recovery_wait_s
+        self.shown = False
         self._alone = 0
         self._was_silent = False
         self._opened: dict[str, Opened] = {}  # of this attempt
@@ -85,7 +118,7 @@ class Attempts:
             return None
         if not isinstance(event, OutputEvent | RecordEvent):
             return None
-        self._shown |= isinstance(event, OutputEvent)
+        self.shown |= isinstance(event, OutputEvent)
         if isinstance(event, OutputEvent) and isinstance(event.output, Finish):
             self.unfinished.discard(event.stage)
         if not self.envelope.records:
@@ -101,14 +134,17 @@ class Attempts:
             return None
         return event if new is event.output else OutputEvent(event.stage, new)
 
-    def again(self, error: ReplicaDiedError | StageSilentError) -> None:
-        """A replica died, or fell silent: prepare the next attempt. A second silence is the request's own.
+    def again(self, error: ReplicaDiedError | StageTimeoutError) -> None:
+        """A replica died, or is silent: prepare the next attempt. A second silence is the request's own.
 
         Raises:
-            ReplicaDiedError, StageSilentError: ``error``: there is none.
+            ReplicaDiedError, StageTimeoutError: ``error``: there is none.
             TakeoverRefusedError: the same, because a stage's engine cannot go on with a request.
         """
-        if isinstance(error, StageSilentError):
+        self.patience.spend()
+        if self.patience.left_s <= 0:
+            raise error
+        if isinstance(error, StageTimeoutError):
             if self._was_silent:
                 raise error
             self._was_silent = True
@@ -116,7 +152,7 @@ class Attempts:
             died := self._opened.get(error.stage)
         ) is not None:  # else it never ran there: the replica was dying when it was chosen
             self._alone += self._tenants.alone(died.replica, self._who)
-        if not self._shown:
+        if not self.shown:
             if not self._retries:
                 raise error
             self._retries -= 1
@@ -131,14 +167,16 @@ class Attempts:
         self._next()
 
     async def wait(self, error: SaturatedError) -> None:
-        """A stage had no room: a request that has shown something waits for some.
+        """A stage had no room, or no replica: wait for some.
 
         Raises:
-            SaturatedError: ``error``: nothing was shown yet, so the client may come again, or patience is over.
+            SaturatedError: ``error``: patience is over; or there was no room and nothing was shown yet, so that the
+                client may come again.
         """
-        if not self._shown or self._patience_s <= 0:
+        self.patience.spend()
+        comes_back = isinstance(error, NotReadyError) and self.patience.spent_s < self._recovery_wait_s
+        if self.patience.left_s <= 0 or not (self.shown or comes_back):
             raise error
-        self._patience_s -= WAIT_FOR_ROOM_S
         await asyncio.sleep(WAIT_FOR_ROOM_S)
         self._next()
 
@@ -155,7 +193,7 @@ class Attempts:
     def _next(self) -> None:
         self.close()
         resume = {}
-        if self._shown:
+        if self.shown:
             for name, record in self._records.items():
                 record.restart()
                 resume[name] = Recorded(self._known[name].version, record.resume())

@@ -24,10 +24,10 @@ class Stage:
 
     async def __init__(self, spec: StageSpec, upstream: Mapping[str, DeploymentHandle]) -> None:  # type: ignore[misc]
         self._stage: RunningStage | None = None
+        self._was_ready = False
         load_plugins()
         context = serve.get_replica_context()
-        self._replica: str = context.replica_tag
-        labels = Labels(context.app_name, spec.pipeline.name, spec.stage, self._replica)
+        labels = Labels(context.app_name, spec.pipeline.name, spec.stage, context.replica_tag)
         log_as(spec.pipeline.name, spec.stage)
         check_actual_options(spec.stage, spec.derived)
         self._lifelines = LifelineHost(ray.util.get_node_ip_address())
@@ -51,10 +51,18 @@ class Stage:
             async for batch in batches:
                 yield batch
 
-    async def ping(self) -> str:
-        """The replica's tag; answering is the point, and a dead engine does not answer (cases.md C09)."""
+    async def ping(self, was_ready: bool) -> bool:
+        """Answering is the point, and a dead engine does not answer (cases.md C09).
+
+        Args:
+            was_ready: whether the application has ever been ready, as far as the one who asks knows.
+
+        Returns:
+            The same, as far as anybody has told this replica.
+        """
         await self.check_health()
-        return self._replica
+        self._was_ready |= was_ready
+        return self._was_ready
 
     async def state(self) -> StageState:
         """Counters right now."""

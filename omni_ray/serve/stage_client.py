@@ -74,11 +74,11 @@ class StageClient:
         self._by_reference = handle.options(stream=True, method_name="run", _by_reference=True)
         self._ping = handle.options(method_name="ping", _by_reference=False, **grpc)
 
-    async def ping(self, timeout_s: float) -> None:
-        """One round trip to any replica; raises our errors."""
+    async def ping(self, timeout_s: float, was_ready: bool) -> bool:
+        """One round trip to any replica; see ``Stage.ping``. Raises our errors."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ping.remote()
+                return bool(await self._ping.remote(was_ready))
         except TimeoutError:
             raise NotReadyError(f"stage {self.stage} did not answer within {timeout_s:g} s") from None
         except Exception as error:  # every failure of a ping means the same: not ready

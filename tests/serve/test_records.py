@@ -24,7 +24,7 @@ from omni_ray.engine.types import (
 from omni_ray.errors import ReplicaDiedError, SaturatedError, StageFailedError, StageSilentError, TakeoverRefusedError
 from omni_ray.models.ramp.pipeline import PIPELINE
 from omni_ray.serve import attempts as attempts_module
-from omni_ray.serve.attempts import Attempts, Tenants
+from omni_ray.serve.attempts import Attempts, Patience, Tenants
 from omni_ray.serve.events import Envelope, Event, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.planner import make_plan
 from omni_ray.serve.records import StageRecord, merged
@@ -129,7 +129,9 @@ def test_neighbours_become_one_event() -> None:
 
 def begun(tenants: Tenants | None = None, name: str = "r", **ingress: Any) -> Attempts:
     plan = make_plan(PIPELINE, {"text", "audio"}, {"messages"})
-    return Attempts(IngressConfig(**ingress), tenants or Tenants(), Envelope(Request(name, seed=1), plan), 1.0)
+    return Attempts(
+        IngressConfig(**ingress), tenants or Tenants(), Envelope(Request(name, seed=1), plan), Patience(1.0)
+    )
 
 
 def opened(attempts: Attempts, replica: str, resumable: bool = True) -> None:

@@ -32,9 +32,10 @@ from omni_ray.config.pipeline import (
 from omni_ray.engine.types import AudioChunk, AudioClip, Finish, Output, Request, TextChunk, TranscriptChunk, Usage
 from omni_ray.errors import SaturatedError
 from omni_ray.serve.api.app import make_app
-from omni_ray.serve.dispatcher import Dispatcher, Readiness
+from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.serve.events import OutputEvent
 from omni_ray.serve.planner import Plan, make_plan
+from omni_ray.serve.readiness import Readiness
 
 RATE = 24_000
 ZERO_WAV = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAgD4AAAB9AAACABAAZGF0YQAAAAA="

@@ -27,7 +27,7 @@ from api_fakes import (
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import ConfigError
 from omni_ray.serve.api.threads import in_thread
-from omni_ray.serve.dispatcher import Readiness
+from omni_ray.serve.readiness import Readiness
 
 CHAT = "/v1/chat/completions"
 SPEECH = "/v1/audio/speech"
