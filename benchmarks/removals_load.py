@@ -197,10 +197,10 @@ HEALTH = (
     ),
     Removal(
         "a leaving replica waits until its refs were read",
-        SERVE + "stage.py",
+        SERVE + "running_stage.py",
         "                await end.drained()",
         "                pass",
-        TEST_SERVE + "faults.py::test_a_redeploy_loses_no_sample_of_live_streams",
+        TEST_SERVE + "graceful.py::test_a_leaving_stage_stays_until_its_latents_were_read",
     ),
     Removal(
         "another schema of an edge is refused",

@@ -18,9 +18,14 @@ WORDS = " ".join(f"w{k}" for k in range(60))
 SLOW = {"thinker": {"delay_ms": 70}}
 
 
-def config(talkers: int = 1, **ingress: Any) -> dict[str, Any]:
+FIXED = {"takeover": False, "retry": False}
+
+
+def config(talkers: int = 1, thinkers: int = 1, **ingress: Any) -> dict[str, Any]:
+    """Latents of 240 kB: they cross as object refs."""
     engine = {"allow_request_faults": True}
     stages: dict[str, Any] = {name: {"engine": engine} for name in ("thinker", "talker", "code2wav")}
+    stages["thinker"] = {"engine": {**engine, "latent_width": 60_000}, "deployment": {"num_replicas": thinkers}}
     stages["talker"]["deployment"] = {"num_replicas": talkers}
     return {"stages": stages, "ingress": {"grace_s": 60, **ingress}}
 
@@ -36,17 +41,43 @@ def change(app_name: str, route: str, deploy: dict[str, Any]) -> None:
 
 async def test_scaling_down_cuts_nobody(serving: Serving) -> None:
     """C70: from three talkers to one; every stream finishes where it runs, for nothing may be taken over here."""
-    fixed = {"takeover": False, "retry": False}
-    app = serving("ramp", config(talkers=3, **fixed))
+    app = serving("ramp", config(talkers=3, **FIXED))
     texts = [f"{WORDS} {k}" for k in range(9)]
     async with app.async_client(timeout=120) as client:
         running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
         await asyncio.to_thread(wait_until, lambda: all(s.ongoing for s in app.states("talker")))
         before = {state.replica for state in app.states("talker")}
-        await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(talkers=1, **fixed))
+        await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(talkers=1, **FIXED))
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
         assert await asyncio.gather(*running) == [(oracle.pcm(text), text) for text in texts]
     assert not before & app.settled("talker", 1)
+
+
+async def test_a_leaving_stage_stays_until_its_latents_were_read(serving: Serving) -> None:
+    """A latent dies with the process that owns it: a thinker that has said all leaves after its slow talker has read.
+
+    Nothing may be taken over here, which would hide a loss.
+    """
+    app = serving("ramp", config(talkers=3, **FIXED))
+    texts = [f"{TEXT} {TEXT} {k}" for k in range(3)]
+    async with app.async_client(timeout=120) as client:
+        slow = {"talker": {"delay_ms": 150}}  # four seconds
+        (thinker,), pids = app.states("thinker"), app.pids("thinker")
+        running = [asyncio.create_task(ask_chat(client, text, ramp=slow)) for text in texts]
+
+        def has_said_all() -> bool:
+            (now,) = app.states("thinker")
+            return now.started == thinker.started + 3 and not now.engine.running
+
+        await asyncio.to_thread(wait_until, has_said_all, 30)
+        (leaving,) = app.states("thinker")
+        assert leaving.ongoing == 3, "it let go of latents that nobody had read"
+        changed = config(talkers=1, thinkers=2, **FIXED)
+        changing = asyncio.create_task(asyncio.to_thread(change, app.name, httpx.URL(app.url).path, changed))
+        assert await asyncio.gather(*running) == [(oracle.pcm(text), text) for text in texts]
+        await changing
+    assert leaving.replica not in app.settled("thinker", 2)
+    await asyncio.to_thread(wait_until, lambda: not set(pids) & set(app.pids("thinker")), 10)
 
 
 async def test_other_code_never_goes_on_with_a_request(serving: Serving) -> None:
