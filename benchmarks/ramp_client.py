@@ -28,7 +28,7 @@ stream must. untold: any other failure. hung: no end within the deadline.
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request; times are ``time.monotonic()``."""
+    """One request; times are ``time.monotonic()``. ``longest_gap_s`` is between two pieces of sound."""
 
     route: Route
     started: float
@@ -36,6 +36,7 @@ class Answer:
     outcome: Outcome
     detail: str = ""
     first_sound_s: float | None = None
+    longest_gap_s: float = 0.0
 
 
 class _Heard:
@@ -45,10 +46,15 @@ class _Heard:
         self.wanted_text, self.wanted = text, oracle.pcm(text, voice)
         self.text, self.pcm = "", b""
         self.first: float | None = None
+        self.last = self.longest_gap = 0.0
 
     def sound(self, pcm: bytes) -> None:
-        if pcm and self.first is None:
-            self.first = time.monotonic()
+        if not pcm:
+            return
+        now = time.monotonic()
+        if self.first is None:
+            self.first = self.last = now
+        self.longest_gap, self.last = max(self.longest_gap, now - self.last), now
         self.pcm += pcm
 
     def good_so_far(self) -> bool:
@@ -90,7 +96,7 @@ async def ask(
     if not heard.good_so_far():
         outcome, detail = "wrong", f"after {len(heard.pcm)} bytes; {detail}"
     first = None if heard.first is None else heard.first - started
-    return Answer(route, started, time.monotonic(), outcome, detail[:200], first)
+    return Answer(route, started, time.monotonic(), outcome, detail[:200], first, heard.longest_gap)
 
 
 def body(route: Route, text: str, voice: str, faults: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:

@@ -142,13 +142,14 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @contextmanager
-def ramp_cluster(workers: int, config: dict[str, Any]) -> Iterator[RampCluster]:
-    """A head with the proxy, ``workers`` raylets for the rest, and ``ramp`` ready on them."""
+def ramp_cluster(workers: int, config: dict[str, Any], **head: Any) -> Iterator[RampCluster]:
+    """A head (started with ``head`` too) with the proxy, ``workers`` raylets for the rest, ``ramp`` ready on them."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[ingress_loss.SETTING] = ingress_loss.IMPORT_PATH
     os.environ["MALLOC_ARENA_MAX"] = "2"  # else what 40 threads free lies in pieces in as many heaps (soak.md)
     os.environ.update(RAY_worker_niceness="0")  # else this machine's other processes, clients too, go before replicas
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "30"  # a proxy that starts slower than Serve's 5 s is killed
     os.environ["RAY_SERVE_STOP_FAILED_ROLLING_UPDATES"] = "0"  # else three deaths in a roll-out end all repair
     cluster = Cluster(
         initialize_head=True,
@@ -158,6 +159,7 @@ def ramp_cluster(workers: int, config: dict[str, Any]) -> Iterator[RampCluster]:
             "include_dashboard": False,
             # a node that is silent is dead within 20 s; with Ray's own values it takes up to 65 s
             "_system_config": {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000},
+            **head,
         },
     )
     port = free_port()

@@ -12,10 +12,12 @@ raylet, 10 of 60 read at once from another one; Ray 2.60). So the producer holds
 
 And it counts messages: Ray ends a stream by blocking the producer's event loop until the consumer's process has
 confirmed every item (WaitAllObjectsReported; Ray 2.60), so one frozen consumer would freeze all other streams of its
-producer. A stream therefore ends only when its consumer has taken all of it.
+producer. A stream therefore ends only when its consumer has taken all of it. From a host that vanished nothing comes,
+neither confirmation nor refusal: its streams are done with, but stay open until Ray's own connection has broken.
 """
 
 import asyncio
+import errno
 import hmac
 import secrets
 import socket
@@ -29,6 +31,9 @@ from omni_ray.serve.events import LifelineAddress
 
 _CREDIT = struct.Struct("!QQ")  # bytes of latents read, messages taken
 _CONNECT_TIMEOUT_S = 5.0
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+RAY_GIVES_UP_S = 600.0
+"""Ray's connection to a host that vanished breaks after 120 s with something on its way, after 420 s without (gRPC)."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
@@ -138,6 +143,7 @@ class ProducerEnd:
         self._read = 0
         self._messages = 0
         self._taken = 0
+        self._out_of_reach = False
         self._held: deque[tuple[int, Any]] = deque()
         self._put = 0
         self._moved = asyncio.Event()
@@ -183,13 +189,18 @@ class ProducerEnd:
             self._moved.clear()
             await self._moved.wait()
 
+    async def parted(self) -> None:
+        """Wait, once all else of the stream is over, until Ray can end it without blocking this process."""
+        if self._out_of_reach and self._messages > self._taken:
+            await asyncio.sleep(RAY_GIVES_UP_S)
+
     async def follow(self, address: LifelineAddress) -> None:
         """Keep the connection until it breaks; then ``lost`` is done."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
-        except (OSError, TimeoutError):
-            self._lose()
+        except OSError as error:
+            self._lose(error)
             return
         try:
             raw: socket.socket = writer.get_extra_info("socket")
@@ -202,12 +213,16 @@ class ProducerEnd:
                 while self._held and self._held[0][0] <= self._read:
                     self._held.popleft()
                 self._moved.set()
-        except (OSError, asyncio.IncompleteReadError):
-            self._lose()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self._lose(error)
         finally:
             writer.close()
 
-    def _lose(self) -> None:
+    def _lose(self, error: Exception) -> None:
+        """A process that dies, however it dies, leaves a kernel that closes its sockets: that is no timeout."""
+        self._out_of_reach = isinstance(error, TimeoutError) or (
+            isinstance(error, OSError) and error.errno in _UNREACHABLE
+        )
         if not self.lost.done():
             self.lost.set_result(None)
         self._moved.set()

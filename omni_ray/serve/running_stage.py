@@ -200,6 +200,8 @@ class RunningStage:
             self._ongoing[key] -= 1
             if not self._ongoing[key]:
                 del self._ongoing[key]
+            if end is not None:
+                await end.parted()
 
     async def _end(
         self, run: StageRun, end: ProducerEnd | None, tasks: list[asyncio.Task[None]], complete: bool

@@ -1,16 +1,20 @@
 """The lifeline over real sockets: a consumer that dies, however it dies, is noticed within a second."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from omni_ray.serve import lifeline
 from omni_ray.serve.events import LifelineAddress
 from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost, ProducerEnd
 
@@ -268,6 +272,40 @@ class TestDrained:
             await until(lambda: attached(end))
             end.close()
             await asyncio.wait_for(draining, 5)
+
+
+class TestParted:
+    """Ray would block the producer's whole process while it asks a host that vanished what it has taken."""
+
+    async def test_a_vanished_host(self, host: LifelineHost, monkeypatch: pytest.MonkeyPatch):
+        """The kernel's word for unanswered keepalives is given by hand; in ``benchmarks/lost_host.py`` it comes."""
+        monkeypatch.setattr(lifeline, "RAY_GIVES_UP_S", 0.2)
+        readers: list[asyncio.StreamReader] = []
+        connect = asyncio.open_connection
+
+        async def connected(*where: Any) -> Any:
+            reader, writer = await connect(*where)
+            readers.append(reader)
+            return reader, writer
+
+        monkeypatch.setattr(asyncio, "open_connection", connected)
+        async with host.open() as end, following(end.address) as producer:
+            await until(lambda: attached(end))
+            producer.message()
+            readers[0].set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+            await asyncio.wait_for(producer.drained(), 1)
+            began = time.monotonic()
+            await producer.parted()
+            assert time.monotonic() - began > 0.15
+
+    async def test_a_process_that_died(self, host: LifelineHost):
+        """Its host refuses at once whatever Ray asks."""
+        async with host.open() as end, following(end.address) as producer:
+            await until(lambda: attached(end))
+            producer.message()
+            end.close()
+            await asyncio.wait_for(producer.drained(), 1)
+            await asyncio.wait_for(producer.parted(), 1)
 
 
 async def test_many_streams_share_one_socket(host: LifelineHost):
