@@ -89,7 +89,7 @@ async def test_a_stage_that_was_up_is_waited_for_and_one_that_never_was_is_not(a
         finally:
             os.kill(thinker, signal.SIGCONT)
         assert await asyncio.gather(*patient) == [(oracle.pcm(f"{TEXT} {k}"), f"{TEXT} {k}") for k in range(3)]
-    await until(lambda: not any(app.ongoing().values()), 2)
+    await until(lambda: not any(app.ongoing().values()))
 
 
 async def test_a_request_that_hangs_whatever_computes_it_ends(app: Served) -> None:

@@ -271,7 +271,7 @@ async def test_the_stream_stops_when_the_client_leaves(
     assert fake.open == 1
     if how == "disconnect":
         wire.left.set()
-        await asyncio.wait_for(wire.task, 1)
+        await asyncio.wait_for(wire.task, 10)
     else:
         wire.task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -293,7 +293,7 @@ async def test_a_client_that_leaves_while_it_sends(path: str, caplog: pytest.Log
     wire.unfinished = True
     wire.left.set()
     with caplog.at_level(logging.INFO, "ray.serve.omni_ray"):
-        await asyncio.wait_for(wire.task, 1)
+        await asyncio.wait_for(wire.task, 10)
     assert wire.sent == []
     assert "outcome=disconnected" in caplog.messages[-1]
 
@@ -303,7 +303,7 @@ async def test_a_send_to_a_closed_socket_is_a_client_that_left(caplog: pytest.Lo
     wire = Wire(fake, SPEECH, SP)
     wire.closed = True
     with caplog.at_level(logging.INFO, "ray.serve.omni_ray"):
-        await asyncio.wait_for(wire.task, 1)
+        await asyncio.wait_for(wire.task, 10)
     assert fake.open == 0
     assert [r.levelname for r in caplog.records] == ["INFO"]
     assert "outcome=disconnected" in caplog.messages[-1]
