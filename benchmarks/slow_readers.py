@@ -1,10 +1,12 @@
-"""Twenty clients ask for five minutes of speech and hardly read (C37): what piles up where, and who notices.
+"""Clients ask for five minutes of speech and hardly read (C37): what piles up where, and who notices.
 
-    python benchmarks/slow_readers.py             # Serve's own proxy
-    python benchmarks/slow_readers.py --haproxy   # HAProxy mode, which shows us slow readers
+    python benchmarks/slow_readers.py                   # Serve's own proxy
+    python benchmarks/slow_readers.py --haproxy ours    # HAProxy mode with our settings, which shows us slow readers
+    python benchmarks/slow_readers.py --haproxy serves  # with Serve's own, as far as they do not hide them
 
 Prints a Markdown table: every few seconds the memory of each process (USS), the streams that are alive in the ingress
 and in the codec, and how far the codec is ahead. Meanwhile another client asks for short speech, which must be exact.
+At the end it reads what is still on the way to each reader: that is what the server had sent when it stopped.
 """
 
 import argparse
@@ -14,31 +16,31 @@ import os
 import re
 import socket
 import statistics
-import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 
+import haproxy_mode
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--haproxy", action="store_true")
+parser.add_argument("--haproxy", choices=haproxy_mode.WHOSE)
+parser.add_argument("--readers", type=int, default=20)
 parser.add_argument("--seconds", type=float, default=60)
 parser.add_argument("--bytes-per-s", type=int, default=1000, help="that a reader takes; 0: nothing after the first")
 parser.add_argument("--answer-mb", type=float, default=8, help="ingress.max_answer_mb")
 given = parser.parse_args()
 if given.haproxy:  # before Ray starts, on every node
-    home = tempfile.mkdtemp(prefix="haproxy")
-    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-    os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = f"{home}/haproxy.cfg"
-    os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] = f"{home}/admin.sock"
-    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = home
-    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{home}/server-state"
+    haproxy_mode.turn_on(os.environ, given.haproxy)
 
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 from ramp_client import ask  # noqa: E402
 from ramp_cluster import RampCluster, deploy_config, ours, ramp_cluster  # noqa: E402
 
-READERS, WORDS = 20, 1250
+WORDS = 1250
 SEND_TIMEOUT_S = 20.0
+REST_S = 20.0
+"""How long a reader then takes what is on its way."""
 PROCESSES = re.compile(r"ray::(?:ServeReplica:ramp:(\w+)|(ProxyActor|HAProxyManager)).*|(?:\S*/)?(haproxy)")
 COLUMNS = ("ProxyActor", "HAProxyManager", "haproxy", "ingress", "code2wav", "talker")
 
@@ -82,19 +84,30 @@ class Reader:
         self._socket.setblocking(False)
 
     async def read(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Slowly for ``--seconds``, then whatever is still on its way."""
+        until = time.monotonic() + given.seconds
         with self._socket:
-            while True:
-                try:
-                    piece = await loop.sock_recv(self._socket, given.bytes_per_s or 1000)
-                except OSError as error:
-                    self.ended = type(error).__name__
-                    return
-                if not piece:
-                    self.ended = "closed"
-                    return
-                self.received += len(piece)
-                await asyncio.sleep(1 if given.bytes_per_s else given.seconds)
+            reading = await self._took(given.bytes_per_s or 1000)
+            if reading and not given.bytes_per_s:
+                await asyncio.sleep(given.seconds)
+            while reading and time.monotonic() < until:
+                await asyncio.sleep(1)
+                reading = await self._took(given.bytes_per_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REST_S):
+                    while await self._took(2**16):
+                        pass
+
+    async def _took(self, size: int) -> bool:
+        try:
+            piece = await asyncio.get_running_loop().sock_recv(self._socket, size)
+        except OSError as error:
+            self.ended = type(error).__name__
+            return False
+        if not piece:
+            self.ended = "closed"
+        self.received += len(piece)
+        return bool(piece)
 
 
 async def others(client: httpx.AsyncClient, until: float) -> list[float]:
@@ -132,14 +145,13 @@ async def measure(ramp: RampCluster) -> None:
             if now > given.seconds:
                 break
             if not readers:
-                readers = [Reader(httpx.URL(ramp.url), number) for number in range(READERS)]
+                readers = [Reader(httpx.URL(ramp.url), number) for number in range(given.readers)]
                 tasks = [asyncio.create_task(reader.read()) for reader in readers]
             await asyncio.sleep(5)
         crowded = await beside
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    print(f"\nReceived by each reader: {sorted(reader.received for reader in readers)} bytes.")
+    await asyncio.gather(*tasks)
+    print(f"\nReceived by each reader in the end: {sorted(reader.received for reader in readers)} bytes,",
+          Counter(reader.ended for reader in readers))  # fmt: skip
     print(f"First sound of others, median ms: {1e3 * statistics.median(alone):.0f} alone, "
           f"{1e3 * statistics.median(crowded):.0f} beside them; {len(crowded)} answers, all exact.")  # fmt: skip
 

@@ -92,7 +92,7 @@ class IngressConfig(StrictModel):
             one message of Serve's, which may have 4 MB.
         body_idle_timeout_s: longest silence while a body is being sent (and how long it may fall behind 10 kB/s).
         send_timeout_s: longest time in which a client takes nothing of its answer; then its stream is stopped. Only
-            HAProxy mode shows us a slow reader; Serve's own proxy keeps what was made.
+            HAProxy mode with throughput mode shows us a slow reader; Serve's own proxy keeps what was made.
         max_answer_mb: encoded sound or pictures of one answer, streamed or not: what a proxy may have to keep for a
             slow reader.
         idle_timeout_s: longest silence of each kind of output.

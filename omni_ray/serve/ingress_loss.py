@@ -5,7 +5,7 @@ With ``SETTING`` in the environment that Ray is started in, it does what the ing
 answer has not begun is tried once more, and a stream of events that has begun ends with one error event. A raw stream
 is cut without its terminating chunk, which is all that HTTP can say there.
 
-HAProxy mode has no such place: there such a request stays a plain 500 or a cut.
+HAProxy mode has no such place: see ``haproxy.py`` for what it does instead; streams that have begun are cut there.
 """
 
 import logging

@@ -14,7 +14,7 @@ from ray.serve.schema import ApplicationStatus
 
 from omni_ray.errors import ConfigError
 from omni_ray.registry import import_dotted
-from omni_ray.serve import ingress_loss
+from omni_ray.serve import haproxy, ingress_loss
 from omni_ray.serve.builder import bind
 from omni_ray.serve.cluster import check_fits, join, live_nodes
 from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
@@ -53,7 +53,8 @@ def serve_here(
     if address:
         join(address, log_to_driver=True)
     else:
-        for setting, value in NODE_SETTINGS.items():
+        in_haproxy_mode = haproxy.SETTINGS if os.environ.get(haproxy.ENABLED) == "1" else {}
+        for setting, value in {**NODE_SETTINGS, **in_haproxy_mode}.items():
             os.environ.setdefault(setting, value)
         ray.init(address="local", log_to_driver=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from omni_ray.serve import haproxy
 from tests.k8s.crd_schema import Doc
 from tests.k8s.ray_cluster import cluster_of, containers, environment, groups
 from tests.k8s.serve_config import resolved_apps
@@ -16,6 +17,8 @@ ON_EVERY_POD = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
+    **haproxy.SETTINGS,
+    haproxy.BINARY: "/opt/omni/bin/omni-ray-haproxy",
 }
 PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
