@@ -97,6 +97,12 @@ def stage_directory(context: EngineContext) -> Path:
     return checkpoint_directory(context.model)
 
 
+def check_positions(stage: str, asked: int, longest: int) -> None:
+    """``ConfigError`` if a stage's ``max_model_len`` is beyond the positions of its checkpoint."""
+    if asked > longest:
+        raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
+
+
 def checkpoint_directory(model: str) -> Path:
     """The local directory of a checkpoint: ``model`` itself, or the snapshot of a hub id (downloaded if need be).
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, CsmForConditionalGeneration
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, FrameStep, Probe
-from omni_ray.engine.checkpoint_files import has_tensor, load_parts
+from omni_ray.engine.checkpoint_files import check_positions, has_tensor, load_parts
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.prompted_talker import PromptedTalker
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Request
-from omni_ray.errors import ConfigError
 from omni_ray.models.csm.depth_decoder import DepthDecoder
 from omni_ray.models.csm.prompt import DEFAULT_SPEAKER, CsmPrompt
 from omni_ray.models.csm.stage_checkpoint import CODEC, DECODING, initialise_codebooks, stage_checkpoint
@@ -51,9 +50,7 @@ class CsmTalker(PromptedTalker):
         options = self.context.options
         assert isinstance(options, CodecLMOptions)
         directory, config = stage_checkpoint(self.context)
-        if options.max_model_len > (longest := config.max_position_embeddings):
-            stage, asked = self.context.stage.name, options.max_model_len
-            raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
+        check_positions(self.context.stage.name, options.max_model_len, config.max_position_embeddings)
         torch.set_num_threads(options.threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._turn = TurnIds.of(AutoTokenizer.from_pretrained(directory), directory)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, HiggsAudioV2ForConditionalGeneration
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, FrameStep, Probe
-from omni_ray.engine.checkpoint_files import load_parts
+from omni_ray.engine.checkpoint_files import check_positions, load_parts
 from omni_ray.engine.prompted_talker import PromptedTalker
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.transformers_build import build
@@ -54,9 +54,7 @@ class HiggsTalker(PromptedTalker):
         options = self.context.options
         assert isinstance(options, HiggsTalkerOptions)
         directory, config = talker_checkpoint(self.context)
-        if options.max_model_len > (longest := config.max_position_embeddings):
-            stage, asked = self.context.stage.name, options.max_model_len
-            raise ConfigError([f"stage {stage}: max_model_len: {asked} is beyond the checkpoint's {longest}"])
+        check_positions(self.context.stage.name, options.max_model_len, config.max_position_embeddings)
         torch.set_num_threads(options.threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._chat = ChatIds.of(AutoTokenizer.from_pretrained(directory), directory)

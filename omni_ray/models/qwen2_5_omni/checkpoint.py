@@ -36,8 +36,9 @@ def make_tiny(out: Path, seed: int = 0) -> None:
     from transformers import GenerationConfig, Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
     from omni_ray.engine.transformers_build import BUILDING
+    from omni_ray.engine.transformers_qwen_tokenizer import token_id
     from omni_ray.models.qwen2_5_omni.speakers import SPEAKER_FILE
-    from omni_ray.models.qwen2_5_omni.tokenizer import SPECIAL_TOKENS, tiny_tokenizer, token_id
+    from omni_ray.models.qwen2_5_omni.tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     config = Qwen2_5OmniConfig(**tiny_config(lambda text: token_id(tokenizer, text), len(tokenizer)))

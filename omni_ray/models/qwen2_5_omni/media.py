@@ -2,29 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from torch import Tensor
-from transformers import WhisperFeatureExtractor
 
+from omni_ray.engine.transformers_media import ImageReader, SoundReader, Sounds
 from omni_ray.engine.types import AudioClip, ImageClip
-from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen2_5_omni.positions import ImageGrid
 
 SHORTEST_SAMPLES: Final = 480
 """Three mel frames, the fewest that become a token. Shorter clips are padded with silence: upstream drops them."""
 TOKENS_PER_SECOND: Final = 25
-
-
-@dataclass(frozen=True, slots=True)
-class Sounds:
-    """All sounds of a prompt: float32 ``mel`` [mel bins, frames of all], and int64 ``frames`` [sounds]."""
-
-    mel: Tensor
-    frames: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,57 +30,19 @@ class MediaReader:
 
     def __init__(self, directory: Path) -> None:
         """Read ``preprocessor_config.json``; images can be read only where Pillow is installed."""
-        self._sounds = WhisperFeatureExtractor.from_pretrained(directory)
-        self._images: Any = None
-        if find_spec("PIL") is not None:
-            from transformers import Qwen2VLImageProcessorPil
-
-            self._images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+        self._sounds = SoundReader(directory, SHORTEST_SAMPLES, fill=True)
+        self._images = ImageReader(directory)
 
     def sounds(self, clips: Sequence[AudioClip]) -> Sounds:
-        """Mel features of clips, each filled up with silence to the extractor's whole length as upstream does.
-
-        Raises:
-            InvalidRequestError: an empty clip, or one that upstream would cut off.
-        """
-        longest = self._sounds.n_samples
-        waves = []
-        for clip in clips:
-            if not len(clip.samples):
-                raise InvalidRequestError("an audio part holds no samples", "messages")
-            if clip.sample_rate != self._sounds.sampling_rate:
-                raise ValueError(f"clip {clip.index} has {clip.sample_rate} Hz, not {self._sounds.sampling_rate}")
-            if len(clip.samples) > longest:
-                seconds = longest / clip.sample_rate
-                raise InvalidRequestError(f"an audio part is longer than the {seconds:g} s that are heard", "messages")
-            waves.append(np.pad(clip.samples, (0, max(0, SHORTEST_SAMPLES - len(clip.samples)))))
-        made = self._sounds(
-            waves,
-            sampling_rate=self._sounds.sampling_rate,
-            padding="max_length",
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        mask = made["attention_mask"].bool()
-        return Sounds(made["input_features"].transpose(1, 2)[mask].T, mask.sum(1))
+        """See ``SoundReader.read``; each sound is filled up to the extractor's whole length, as upstream does."""
+        return self._sounds.read(clips)
 
     def pictures(self, clips: Sequence[ImageClip]) -> Pictures:
-        """Patches of images.
-
-        Raises:
-            InvalidRequestError: no Pillow here, or an image that cannot be brought to the model's size.
-        """
-        if self._images is None:
-            raise InvalidRequestError("this server cannot read images: Pillow is not installed", "messages")
-        try:
-            # Without a format, images 1 or 3 pixels high would be taken for [channels, height, width].
-            pixels = [clip.pixels for clip in clips]
-            made = self._images(images=pixels, input_data_format="channels_last", return_tensors="pt")
-        except ValueError as error:
-            raise InvalidRequestError(f"an image cannot be read: {error}", "messages") from error
-        merge, patched = self._images.merge_size, made["image_grid_thw"]
+        """See ``ImageReader.read``."""
+        patches, patched = self._images.read(clips)
+        merge = self._images.merge
         grids = tuple(ImageGrid(height // merge, width // merge) for _, height, width in patched.tolist())
-        return Pictures(made["pixel_values"], patched, grids)
+        return Pictures(patches, patched, grids)
 
 
 class Towers:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart
-from omni_ray.errors import InvalidRequestError
+from omni_ray.engine.chat_turns import chat_turns
+from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message
 
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -16,9 +16,6 @@ CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Qwen's turns and this family's placeholders, written by us: used where a checkpoint brings no chat template."""
-
-TURNS: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "user"}
-"""Whose turn each of OpenAI's roles is. A tool's answer stands in a user turn, between marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +32,7 @@ class ChatPrompt:
         Raises:
             InvalidRequestError: a role that the model does not know.
         """
-        turns: list[dict[str, object]] = []
-        for message in self.messages:
-            if message.role not in TURNS:
-                raise InvalidRequestError(f"unknown role {message.role!r}; known are {', '.join(TURNS)}", "messages")
-            parts = [
-                {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind}
-                for part in message.content
-            ]
-            if message.role == "tool":
-                marks = [{"type": "text", "text": mark} for mark in ("<tool_response>\n", "\n</tool_response>")]
-                parts = [marks[0], *parts, marks[1]]
-            turns.append({"role": TURNS[message.role], "content": parts})
-        return turns
-
-    def texts(self) -> list[str]:
-        """What people wrote, in order."""
-        return [part.text for message in self.messages for part in message.content if isinstance(part, TextPart)]
+        return chat_turns(self.messages)
 
     def media(self) -> list[AudioClip | ImageClip]:
         """Sounds and images in order of appearance."""

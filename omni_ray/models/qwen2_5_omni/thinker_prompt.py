@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from omni_ray.engine.chat_turns import refuse_long_sound, refuse_marks
+from omni_ray.engine.transformers_media import Sounds
 from omni_ray.engine.types import AudioClip, ImageClip
-from omni_ray.errors import InvalidRequestError
-from omni_ray.models.qwen2_5_omni.media import TOKENS_PER_SECOND, MediaReader, Pictures, Sounds, Towers, audio_tokens
+from omni_ray.models.qwen2_5_omni.media import TOKENS_PER_SECOND, MediaReader, Pictures, Towers, audio_tokens
 from omni_ray.models.qwen2_5_omni.positions import ImageGrid, RopePositions, rope_positions
 from omni_ray.models.qwen2_5_omni.prompt import CHAT_TEMPLATE, ChatPrompt
 
@@ -122,9 +123,11 @@ class PromptMaker:
         Raises:
             InvalidRequestError: a role or a medium that cannot be taken, a reserved token in a text, or too long sound.
         """
-        self._refuse(prompt)
+        turns = prompt.templated()
+        refuse_marks(prompt.messages, self._reserved)
+        refuse_long_sound(prompt.clips.values(), TOKENS_PER_SECOND, self._longest)
         text = self._tokenizer.apply_chat_template(
-            prompt.templated(), chat_template=self._template, tokenize=False, add_generation_prompt=True
+            turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )
         media = prompt.media()
         clips = [medium for medium in media if isinstance(medium, AudioClip)]
@@ -150,16 +153,3 @@ class PromptMaker:
             sounds=sounds,
             pictures=pictures,
         )
-
-    def _refuse(self, prompt: ChatPrompt) -> None:
-        """Raise for what is known to fail before anything is computed."""
-        for text in prompt.texts():
-            for token in self._reserved:
-                if token in text:
-                    raise InvalidRequestError(f"a text holds the reserved token {token!r}", "messages")
-        seconds = sum(len(clip.samples) / clip.sample_rate for clip in prompt.clips.values())
-        if seconds * TOKENS_PER_SECOND > self._longest:
-            longest = self._longest / TOKENS_PER_SECOND
-            raise InvalidRequestError(
-                f"{seconds:.0f} s of audio; this server takes at most {longest:.0f} s in a chat", "messages"
-            )

@@ -1,14 +1,8 @@
-"""The tokenizer of the tiny checkpoint: byte-level BPE with the special tokens of published ones, in their order.
+"""The tokenizer of the tiny checkpoint: byte-level BPE with the special tokens of published ones, in their order."""
 
-transformers' ``Qwen2Tokenizer`` is its class, as in published ones.
-"""
-
-import json
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
-
+from omni_ray.engine.transformers_qwen_tokenizer import qwen2_tokenizer, trained_merges
 from omni_ray.models.qwen2_5_omni.prompt import CHAT_TEMPLATE
 
 VOCABULARY: Final = 440
@@ -35,34 +29,7 @@ ATTRIBUTES: Final = {
 """What upstream's processor looks up on the tokenizer."""
 
 
-def token_id(tokenizer: Any, text: str) -> int:
-    """The id of ``text``, which must be one token."""
-    (token,) = tokenizer.encode(text, add_special_tokens=False)
-    return int(token)
-
-
 def tiny_tokenizer() -> Any:
     """Some 450 tokens; roles and the newline are one token each."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
-    trained.train_from_iterator(TRAINING, trainer)
-    bpe = json.loads(trained.to_str())["model"]
-    end = SPECIAL_TOKENS[0]
-    tokenizer = Qwen2Tokenizer(
-        vocab=bpe["vocab"],
-        merges=[tuple(merge) for merge in bpe["merges"]],
-        unk_token=None,
-        bos_token=None,
-        eos_token=end,
-        pad_token=end,
-    )
-    tokenizer.add_tokens([AddedToken(t, special=t not in PLAIN_TOKENS, normalized=False) for t in SPECIAL_TOKENS])
-    tokenizer.eos_token = "<|im_end|>"
-    tokenizer.chat_template = CHAT_TEMPLATE
-    # Named only now: tokens must exist, or ids shift.
-    tokenizer.init_kwargs.update(ATTRIBUTES)
-    tokenizer.init_kwargs["extra_special_tokens"] = ATTRIBUTES
-    return tokenizer
+    vocabulary, merges = trained_merges(TRAINING, VOCABULARY)
+    return qwen2_tokenizer(vocabulary, merges, SPECIAL_TOKENS, PLAIN_TOKENS, ATTRIBUTES, CHAT_TEMPLATE)

@@ -36,7 +36,8 @@ def make_tiny(out: Path, seed: int = 0) -> None:
     from transformers import GenerationConfig, Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
     from omni_ray.engine.transformers_build import BUILDING
-    from omni_ray.models.qwen3_omni.tokens import REAL_TOKENS, tiny_tokenizer, token_id
+    from omni_ray.engine.transformers_qwen_tokenizer import token_id
+    from omni_ray.models.qwen3_omni.tokens import REAL_TOKENS, tiny_tokenizer
     from omni_ray.models.qwen3_omni.weights import initialise_experts
 
     tokenizer = tiny_tokenizer()

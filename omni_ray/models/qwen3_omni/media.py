@@ -1,22 +1,19 @@
 """From decoded sound, pictures and videos to what the thinker's towers read, and from there to rows of its prompt.
 
-``MediaReader`` makes features (mel, patches) with transformers' ``WhisperFeatureExtractor`` and
-``Qwen2VLImageProcessorPil``, and those of videos itself (``video_patches``): transformers' class for them, and so its
-whole processor, needs torchvision. It touches no weights and is safe to use in any thread. ``Towers`` are transformers'
-audio and vision encoders.
+``MediaReader`` makes features (mel, patches) as ``transformers_media`` does, and those of videos itself
+(``video_patches``): transformers' class for them, and so its whole processor, needs torchvision. It touches no weights
+and is safe to use in any thread. ``Towers`` are transformers' audio and vision encoders.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import WhisperFeatureExtractor
 
+from omni_ray.engine.transformers_media import ImageReader, SoundReader, Sounds
 from omni_ray.engine.types import AudioClip, ImageClip, VideoClip
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen3_omni.positions import Grid
@@ -26,20 +23,7 @@ SHORTEST_SAMPLES: Final = 400
 """One window of the spectrogram. Shorter clips are padded with silence: upstream fails on them (cases.md C32)."""
 
 BLOCK_FRAMES: Final = 100
-BLOCK_TOKENS: Final = 13
-
-
-@dataclass(frozen=True, slots=True)
-class Sound:
-    """All clips of a prompt.
-
-    Attributes:
-        mel: float32 [mel bins, frames of all clips].
-        frames: int64 [clips].
-    """
-
-    mel: Tensor
-    frames: Tensor
+TOKENS_PER_SECOND: Final = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +47,13 @@ class MediaReader:
 
     def __init__(self, directory: Path) -> None:
         """Read ``preprocessor_config.json``; images can be read only where Pillow is installed."""
-        self._sounds = WhisperFeatureExtractor.from_pretrained(directory)
-        self._images: Any = None
-        if find_spec("PIL") is not None:
-            from transformers import Qwen2VLImageProcessorPil
-
-            self._images = Qwen2VLImageProcessorPil.from_pretrained(directory)
+        self._sounds = SoundReader(directory, SHORTEST_SAMPLES, fill=False)
+        self._images = ImageReader(directory)
         self._videos = VideoPatches.of(directory)
 
-    def sound(self, clips: Sequence[AudioClip]) -> Sound:
-        """Mel features of all clips of a prompt, in one call as upstream: a clip's last frames see its padding.
-
-        Raises:
-            InvalidRequestError: an empty clip.
-        """
-        waves = []
-        for clip in clips:
-            if not len(clip.samples):
-                raise InvalidRequestError("an audio part holds no samples", "messages")
-            if clip.sample_rate != self._sounds.sampling_rate:
-                raise ValueError(f"clip {clip.index} has {clip.sample_rate} Hz, not {self._sounds.sampling_rate}")
-            waves.append(np.pad(clip.samples, (0, max(0, SHORTEST_SAMPLES - len(clip.samples)))))
-        features = self._sounds(
-            waves,
-            sampling_rate=self._sounds.sampling_rate,
-            padding=True,
-            truncation=False,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        mask = features["attention_mask"].bool()
-        return Sound(features["input_features"].transpose(1, 2)[mask].T, mask.sum(1))
+    def sound(self, clips: Sequence[AudioClip]) -> Sounds:
+        """See ``SoundReader.read``."""
+        return self._sounds.read(clips)
 
     def pictures(self, clips: Sequence[ImageClip | VideoClip], room: int) -> Pictures:
         """Patches of all images and videos of a prompt, in order.
@@ -128,14 +88,8 @@ class MediaReader:
         return grids
 
     def _image(self, clip: ImageClip) -> tuple[Tensor, Grid]:
-        if self._images is None:
-            raise InvalidRequestError("this server cannot read images: Pillow is not installed", "messages")
-        try:
-            # Without a format, pictures 1 or 3 pixels high would be taken for [channels, height, width].
-            features = self._images(images=[clip.pixels], input_data_format="channels_last", return_tensors="pt")
-        except ValueError as error:
-            raise InvalidRequestError(f"an image cannot be read: {error}", "messages") from error
-        return features["pixel_values"], Grid(*features["image_grid_thw"][0].tolist())
+        patches, grid = self._images.read([clip])
+        return patches, Grid(*grid[0].tolist())
 
 
 class Towers:
@@ -145,7 +99,7 @@ class Towers:
         self._audio = audio
         self._visual = visual
 
-    def hear(self, sound: Sound) -> Tensor:
+    def hear(self, sound: Sounds) -> Tensor:
         """Rows [tokens of all clips, hidden]."""
         rows: Tensor = self._audio(sound.mel, feature_lens=sound.frames).last_hidden_state
         return rows
@@ -166,4 +120,4 @@ def audio_tokens(frames: int) -> int:
     blocks, rest = divmod(frames, BLOCK_FRAMES)
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
-    return blocks * BLOCK_TOKENS + rest
+    return blocks * TOKENS_PER_SECOND + rest

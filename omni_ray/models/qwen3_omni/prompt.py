@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, TextPart, VideoClip
-from omni_ray.errors import InvalidRequestError
+from omni_ray.engine.chat_turns import chat_turns
+from omni_ray.engine.types import AudioClip, ImageClip, MediaPart, Message, VideoClip
 
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -17,9 +17,6 @@ CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Qwen's turns and placeholders, written by us: used where a checkpoint brings no chat template."""
-
-ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "user"}
-"""OpenAI's roles and the turns they become. Qwen models read a tool's answer in a user turn, between marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +38,8 @@ class ChatPrompt:
         Raises:
             InvalidRequestError: a role that the model does not know.
         """
-        return [{"role": _role(message), "content": _content(message)} for message in self.messages]
+        return chat_turns(self.messages)
 
     def media(self) -> list[MediaPart]:
         """Media parts in order of appearance."""
         return [part for message in self.messages for part in message.content if isinstance(part, MediaPart)]
-
-
-def _role(message: Message) -> str:
-    role = ROLES.get(message.role)
-    if role is None:
-        raise InvalidRequestError(f"unknown role {message.role!r}; known are {', '.join(ROLES)}", "messages")
-    return role
-
-
-def _content(message: Message) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind}
-        for part in message.content
-    ]
-    if message.role == "tool":
-        before = {"type": "text", "text": "<tool_response>\n"}
-        return [before, *parts, {"type": "text", "text": "\n</tool_response>"}]
-    return parts

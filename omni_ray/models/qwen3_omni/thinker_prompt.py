@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omni_ray.engine.chat_turns import refuse_long_sound, refuse_marks
+from omni_ray.engine.transformers_media import Sounds
 from omni_ray.engine.types import ImageClip, MediaPart, VideoClip
-from omni_ray.errors import InvalidRequestError
-from omni_ray.models.qwen3_omni.media import MediaReader, Pictures, Sound, VisualRows, audio_tokens
+from omni_ray.models.qwen3_omni.media import TOKENS_PER_SECOND, MediaReader, Pictures, VisualRows, audio_tokens
 from omni_ray.models.qwen3_omni.positions import Axes, Grid, RopeLayout, rope_positions
 from omni_ray.models.qwen3_omni.prompt import CHAT_TEMPLATE, ChatPrompt
 
@@ -58,7 +59,7 @@ class ThinkerPrompt:
     seen_at: Any
     wanted: Any
     user_grids: tuple[Grid, ...] = ()
-    sound: Sound | None = None
+    sound: Sounds | None = None
     pictures: Pictures | None = None
     heard: Tensor | None = None
     seen: VisualRows | None = None
@@ -123,9 +124,11 @@ class PromptMaker:
         Raises:
             InvalidRequestError: a role or a medium that cannot be taken, a reserved token in a text, or too long sound.
         """
-        self._refuse(prompt)
+        turns = prompt.templated()
+        refuse_marks(prompt.messages, self._reserved)
+        refuse_long_sound(prompt.clips.values(), TOKENS_PER_SECOND, self._longest)
         text = self._tokenizer.apply_chat_template(
-            prompt.templated(), chat_template=self._template, tokenize=False, add_generation_prompt=True
+            turns, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         parts = prompt.media()
@@ -154,19 +157,6 @@ class PromptMaker:
             sound=sound,
             pictures=pictures,
         )
-
-    def _refuse(self, prompt: ChatPrompt) -> None:
-        """Raise for what is known to fail before anything is computed."""
-        for message in prompt.templated():
-            for part in message["content"]:  # type: ignore[attr-defined]
-                for token in self._reserved:
-                    if token in part.get("text", ""):
-                        raise InvalidRequestError(f"a text holds the reserved token {token!r}", "messages")
-        seconds = sum(len(clip.samples) / clip.sample_rate for clip in prompt.clips.values())
-        if seconds * 13 > self._longest:
-            raise InvalidRequestError(
-                f"{seconds:.0f} s of audio; this server takes at most {self._longest / 13:.0f} s in a chat", "messages"
-            )
 
     def _in_user_turns(self, tokens: Any) -> Any:
         """Bool [n]: whether a position lies in a user turn, from its ``<|im_start|>`` up to the next one."""

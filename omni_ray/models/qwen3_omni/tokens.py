@@ -7,14 +7,11 @@ published chat template is not available, so ``CHAT_TEMPLATE`` is our own, with 
 
 import base64
 import itertools
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
-
+from omni_ray.engine.transformers_qwen_tokenizer import Merges, qwen2_tokenizer, token_id, trained_merges
 from omni_ray.errors import ConfigError
 from omni_ray.models.qwen3_omni.prompt import CHAT_TEMPLATE
 
@@ -72,14 +69,8 @@ TINY_TEXT: Final = (
 
 def tiny_tokenizer() -> Any:
     """A byte-level BPE of some 460 tokens in which each role and the newline is one token."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=TINY_VOCABULARY, initial_alphabet=alphabet, show_progress=False)
-    trained.train_from_iterator(TINY_TEXT, trainer)
-    bpe = json.loads(trained.to_str())["model"]
-    return _named(_qwen2(bpe["vocab"], [tuple(merge) for merge in bpe["merges"]]))
+    vocabulary, merges = trained_merges(TINY_TEXT, TINY_VOCABULARY)
+    return _with_tokens(vocabulary, merges)
 
 
 def qwen_tokenizer() -> Any:
@@ -102,51 +93,15 @@ def qwen_tokenizer() -> Any:
         return "".join(letters[byte] for byte in token)
 
     merges = [(text(left), text(right)) for left, right in _merges(ranks)]
-    tokenizer = _named(_qwen2({text(token): rank for token, rank in ranks.items()}, merges))
+    tokenizer = _with_tokens({text(token): rank for token, rank in ranks.items()}, merges)
     wrong = [token for token, known in EXPECTED_IDS.items() if token_id(tokenizer, token) != known]
     if wrong:
         raise ConfigError([f"qwen3_omni: {path} gives other ids than published for {wrong}; reinstall: {INSTALL}"])
     return tokenizer
 
 
-def token_id(tokenizer: Any, text: str) -> int:
-    """The id of ``text``, which must be one token.
-
-    Raises:
-        ConfigError: it is several.
-    """
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ConfigError([f"{text!r} must be one token, but this tokenizer gives {ids}"])
-    return int(ids[0])
-
-
-def _qwen2(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """A tokenizer with the special tokens behind ``vocabulary``, in order.
-
-    The end token is ``<|endoftext|>`` while they are added: naming another one here would give it the first id.
-    """
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        unk_token=None,
-        bos_token=None,
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-    )
-    tokenizer.add_tokens(
-        [AddedToken(token, special=token not in PLAIN_TOKENS, normalized=False) for token in REAL_TOKENS]
-    )
-    tokenizer.eos_token = "<|im_end|>"
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def _named(tokenizer: Any) -> Any:
-    """The same tokenizer with ``ATTRIBUTES``, which can be named only once their tokens exist."""
-    tokenizer.init_kwargs.update(ATTRIBUTES)
-    tokenizer.init_kwargs["extra_special_tokens"] = ATTRIBUTES
-    return tokenizer
+def _with_tokens(vocabulary: dict[str, int], merges: Merges) -> Any:
+    return qwen2_tokenizer(vocabulary, merges, REAL_TOKENS, PLAIN_TOKENS, ATTRIBUTES, CHAT_TEMPLATE)
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from omni_ray.engine.text_tokens import stop_ids, token_bytes
+from omni_ray.engine.transformers_qwen_tokenizer import token_id
 from omni_ray.errors import ConfigError
 from omni_ray.models.qwen3_omni.checkpoint import PUBLISHED, make_dummy, make_tiny
-from omni_ray.models.qwen3_omni.tokens import EXPECTED_IDS, qwen_tokenizer, tiny_tokenizer, token_id
+from omni_ray.models.qwen3_omni.tokens import EXPECTED_IDS, qwen_tokenizer, tiny_tokenizer
 
 
 def digests(directory: Path) -> dict[str, str]:
