@@ -1,17 +1,14 @@
 """``moss_tts_nano`` through real Ray Serve over HTTP, on our own tiny remote-code checkpoint."""
 
-import asyncio
 import base64
-import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import soundfile
 
 from omni_ray.models.moss_tts_nano.checkpoint import make_tiny
 from tests.conftest import Served, Serving, wait_until
+from tests.serve.voices import recording, same_alone_and_at_once
 
 TEXT = "A text of some words, long enough for several chunks."
 
@@ -28,26 +25,10 @@ def speech(text: str = TEXT, **more: Any) -> dict[str, Any]:
     return {"model": "moss_tts_nano", "input": text, "response_format": "pcm", "seed": 5, **more}
 
 
-def recording(seconds: float = 0.5) -> str:
-    buffer = io.BytesIO()
-    tone = np.sin(np.arange(int(24_000 * seconds)) * 0.05).astype(np.float32) / 2
-    soundfile.write(buffer, tone, 24_000, format="WAV")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 async def test_eight_at_once_equal_one_alone(app: Served):
     """One generator at a time; the others wait in the engine's queue, and nobody hears another's randomness."""
-    async with app.async_client() as client:
-
-        async def ask(k: int) -> bytes:
-            response = await client.post("/v1/audio/speech", json=speech(f"{TEXT} {k}", seed=k % 3))
-            assert response.status_code == 200, response.text
-            assert response.headers["x-sample-rate"] == "48000"
-            return response.content
-
-        alone = [await ask(k) for k in range(8)]
-        assert await asyncio.gather(*(ask(k) for k in range(8))) == alone
-    assert len(set(alone)) == 8
+    bodies = [speech(f"{TEXT} {k}", seed=k % 3) for k in range(8)]
+    alone = await same_alone_and_at_once(app, bodies, {"x-sample-rate": "48000"})
     assert all(len(pcm) == 2 * 3840 * ((len(TEXT) + 2) // 2 + 1) for pcm in alone)
 
 
