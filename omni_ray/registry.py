@@ -8,21 +8,19 @@ MODEL-INV-001: a pipeline is selected by explicit registration, never by scannin
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from omni_ray.config.base import suggest
+from omni_ray.config.hf_config import read_hf_config
 from omni_ray.config.pipeline import PipelineConfig, StageExecutionType, StagePipelineConfig
 from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
+from omni_ray.plugins import load_plugins
 
 OMNI_PIPELINES: dict[str, str] = {
     "any_thinker": "omni_ray.models.any_thinker.pipeline:resolve",
@@ -197,30 +195,6 @@ def declared_at(path: str, hf_config: Mapping[str, Any]) -> PipelineConfig:
     return declared if isinstance(declared, PipelineConfig) else declared(hf_config)
 
 
-def read_hf_config(model: str, file: str = "config.json") -> dict[str, Any]:
-    """A JSON file of a checkpoint directory, or of a hub id through huggingface_hub.
-
-    Raises:
-        ConfigError: naming this node and the path, because the builder may run on a node without the files.
-    """
-    path = Path(model) / file
-    if not path.is_file() and not Path(model).exists() and model.count("/") == 1:
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(model, file))
-        except Exception as error:  # the hub client raises many unrelated types
-            raise ConfigError([f"model {model!r}: {file} cannot be fetched from the hub: {error}"]) from error
-    try:
-        loaded = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        node = os.uname().nodename
-        raise ConfigError([f"model {model!r}: cannot read {path} on node {node!r}: {error}"]) from error
-    if not isinstance(loaded, dict):
-        raise ConfigError([f"model {model!r}: {path} must hold a mapping, got {type(loaded).__name__}"])
-    return loaded
-
-
 class OmniModelRegistry:
     """Architecture name -> model class, lazily; vLLM's own table is included where vLLM is installed."""
 
@@ -317,29 +291,3 @@ def register_extras(architecture: str, path: str) -> None:
     """Register the ``ModelExtras`` of an out-of-tree architecture."""
     if _EXTRAS.setdefault(architecture, path) != path:
         raise ConfigError([f"extras of {architecture!r} are already registered as {_EXTRAS[architecture]!r}"])
-
-
-PLUGIN_GROUPS = ("omni_ray.platform_plugins", "omni_ray.general_plugins")
-_loaded_plugins: set[tuple[str, str]] = set()
-
-
-def load_plugins() -> None:
-    """Call every allowed plugin of the entry-point groups, once per process.
-
-    ``OMNI_RAY_PLUGINS`` (comma-separated entry-point names) is an allow-list: unset allows all that are installed,
-    empty allows none. A plugin that raises stops the program: a half-registered model is worse than none.
-    """
-    allowed = os.environ.get("OMNI_RAY_PLUGINS")
-    names = None if allowed is None else {name.strip() for name in allowed.split(",") if name.strip()}
-    for group in PLUGIN_GROUPS:
-        for entry_point in importlib.metadata.entry_points(group=group):
-            key = (group, entry_point.name)
-            if key in _loaded_plugins or (names is not None and entry_point.name not in names):
-                continue
-            _loaded_plugins.add(key)
-            try:
-                entry_point.load()()
-            except Exception as error:
-                _loaded_plugins.discard(key)  # a second try must fail too, not go on without it
-                error.add_note(f"raised by plugin {entry_point.name!r} ({entry_point.value}) of group {group!r}")
-                raise

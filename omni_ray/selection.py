@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omni_ray.config.hf_config import read_hf_config
 from omni_ray.config.pipeline import PipelineConfig
 from omni_ray.errors import ConfigError
-from omni_ray.registry import OMNI_PIPELINES, declared_at, import_dotted, is_pipeline, load_plugins, read_hf_config
+from omni_ray.plugins import load_plugins
+from omni_ray.registry import OMNI_PIPELINES, declared_at, import_dotted, is_pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ LAYER_OF = {
     "omni_ray.models": "model",
     "omni_ray.engine": "engine",
     "omni_ray.config": "config",
+    "omni_ray.plugins": "base",
     "omni_ray.errors": "base",
     "omni_ray.audio": "base",
     "omni_ray.monitoring": "base",
@@ -285,8 +286,8 @@ def test_modules_say_what_they_hold():
 
 
 def test_modules_are_short():
-    """A module over 350 lines holds two ideas."""
-    assert not [rel(p) for p in SOURCES if len(p.read_text().splitlines()) > 350]
+    """A module over 330 lines holds two ideas."""
+    assert not [rel(p) for p in SOURCES if len(p.read_text().splitlines()) > 330]
 
 
 def test_only_the_builder_binds():

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from pydantic import BaseModel
 
-from omni_ray import registry
+from omni_ray import plugins, registry
+from omni_ray.config.hf_config import read_hf_config
 from omni_ray.config.pipeline import Edge, PipelineConfig, StageExecutionType, StagePipelineConfig
 from omni_ray.engine.options import AROptions, CodecOptions, EngineOptions
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import ConfigError
+from omni_ray.plugins import load_plugins
 from omni_ray.registry import (
     ENGINES,
     ModelExtras,
@@ -24,9 +26,7 @@ from omni_ray.registry import (
     extras_for,
     import_dotted,
     load_pipeline,
-    load_plugins,
     pipeline_names,
-    read_hf_config,
     register_extras,
     register_pipeline,
 )
@@ -35,8 +35,9 @@ from omni_ray.registry import (
 @pytest.fixture(autouse=True)
 def _tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test gets copies of the global tables; the originals come back."""
-    for table in ("OMNI_PIPELINES", "_MODELS", "_EXTRAS", "_loaded_plugins"):
-        monkeypatch.setattr(registry, table, type(getattr(registry, table))(getattr(registry, table)))
+    for table in ("OMNI_PIPELINES", "_MODELS", "_EXTRAS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    monkeypatch.setattr(plugins, "_loaded_plugins", set(plugins._loaded_plugins))
     monkeypatch.delenv("OMNI_RAY_PLUGINS", raising=False)
 
 
@@ -297,7 +298,7 @@ class TestPlugins:
     def installed(self, monkeypatch) -> Iterator[dict[str, list[FakePlugin]]]:
         groups: dict[str, list[FakePlugin]] = {}
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: groups.get(group, []))
-        monkeypatch.setattr(registry, "_loaded_plugins", set())
+        monkeypatch.setattr(plugins, "_loaded_plugins", set())
         return groups
 
     def test_all_run_once_platform_first(self, installed):

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from omni_ray.registry import load_plugins
+from omni_ray.plugins import load_plugins
 from omni_ray.serve.api.app import make_app
 from omni_ray.serve.api.keys import read_api_keys
 from omni_ray.serve.dispatcher import Dispatcher

@@ -7,7 +7,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from omni_ray.registry import load_plugins
+from omni_ray.plugins import load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event
 from omni_ray.serve.lifeline import LifelineHost
 from omni_ray.serve.logs import log_as, log_request

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from omni_ray.config.hf_config import read_hf_config
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
@@ -36,7 +37,7 @@ from omni_ray.models.any_thinker.pipeline import resolve as declare
 from omni_ray.models.any_thinker.processors import prompt_of_chat
 from omni_ray.models.any_thinker.prompt import ChatPrompt
 from omni_ray.models.any_thinker.thinker import AnyThinker
-from omni_ray.registry import import_dotted, read_hf_config
+from omni_ray.registry import import_dotted
 from omni_ray.selection import select_for_checkpoint
 from omni_ray.serve.planner import make_plan
 
