@@ -7,11 +7,14 @@ Shapes: n rows (slots), t positions per row, h query heads in g groups of one KV
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.fixed_shapes import attend_alike
 from omni_ray.engine.rotary import rotate
 
@@ -103,6 +106,45 @@ class SlotDecoder:
         mask = torch.where(visible, 0.0, -torch.inf).to(embeds.dtype)
         hidden: Tensor = self._model.norm(run_layers(self._model.layers, embeds, rotary, mask, remember))
         return hidden
+
+    def write(self, slot: int, embeds: Tensor, axes: Tensor, start: int, *, fixed: bool) -> None:
+        """Compute consecutive positions of one slot, for their KV alone.
+
+        Args:
+            slot: whose.
+            embeds: [t, hidden].
+            axes: float32 rope positions [3, t].
+            start: where the first one stands.
+            fixed: compute a whole piece and look at the whole cache, so that the call's shape is always the same.
+        """
+        reach = start + len(embeds)
+        if fixed:
+            # The padding writes behind the others, where later positions overwrite it before anyone looks.
+            missing = min(PREFILL_CHUNK, self.length - start) - len(embeds)
+            embeds, axes, reach = F.pad(embeds, (0, 0, 0, missing)), F.pad(axes, (0, missing)), self.length
+        positions = torch.arange(start, start + len(embeds), device=embeds.device)[None]
+        self.forward(embeds[None], axes[:, None], positions, range(slot, slot + 1), reach)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRows:
+    """A piece of a prompt, or all of it, for a decoder with several rope axes: what ``SlotModel.encode`` gives.
+
+    Attributes:
+        embeds: [n, hidden].
+        axes: float32 [3, n] rope positions.
+        delta: rope position minus place in the sequence, behind the prompt.
+    """
+
+    embeds: Tensor
+    axes: Tensor
+    delta: float
+
+    def __len__(self) -> int:
+        return len(self.embeds)
+
+    def __getitem__(self, piece: slice) -> "RopeRows":
+        return RopeRows(self.embeds[piece], self.axes[:, piece], self.delta)
 
 
 class FrameDecoder:

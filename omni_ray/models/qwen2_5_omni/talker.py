@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2_5OmniTalkerForConditionalGeneration
 
@@ -29,7 +28,7 @@ from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.precision import compute_dtype
 from omni_ray.engine.sampler import CANDIDATES
-from omni_ray.engine.slot_decoder import SlotDecoder
+from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.transformers_build import build
 from omni_ray.engine.types import Request
@@ -44,21 +43,6 @@ PREFIX: Final = "talker."
 TEXT_EMBEDDING: Final = "thinker.model.embed_tokens.weight"
 FRAME_RATE: Final = 50.0
 """Codes a second: 480 samples each at 24 kHz."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embeds:
-    """A ``Prepared`` prompt of n positions: ``embeds`` [n, hidden] and ``axes`` float32 [3, n]."""
-
-    embeds: Tensor
-    axes: Tensor
-    delta: float
-
-    def __len__(self) -> int:
-        return len(self.embeds)
-
-    def __getitem__(self, piece: slice) -> "Embeds":
-        return Embeds(self.embeds[piece], self.axes[:, piece], self.delta)
 
 
 @dataclass(slots=True)
@@ -132,7 +116,7 @@ class Qwen2_5OmniTalker(CodecLM):
         self._text_eos = table[talker.tts_text_end_token_id].to(dtype)
         self._text_pad = table[talker.tts_text_pad_token_id].to(dtype)
 
-    def encode(self, prompt: Any) -> Embeds:
+    def encode(self, prompt: Any) -> RopeRows:
         """See ``SlotModel.encode``.
 
         Raises:
@@ -154,9 +138,9 @@ class Qwen2_5OmniTalker(CodecLM):
             raise StageFailedError(f"images do not fit the prompt: {error}") from error
         rows = torch.cat((torch.tensor(prompt.rows).to(bos), (bos + self._codec.weight[self._pad])[None]))
         axes = torch.from_numpy(rope.axes)[:, : len(rows)]
-        return Embeds(self._upstream.thinker_to_talker_proj(rows), axes, rope.delta)
+        return RopeRows(self._upstream.thinker_to_talker_proj(rows), axes, rope.delta)
 
-    def begin(self, slot: int, prompt: Embeds) -> int:
+    def begin(self, slot: int, prompt: RopeRows) -> int:
         """See ``SlotModel.begin``."""
         self._slots[slot] = Speech(len(prompt), prompt.delta)
         self._said[slot] = False
@@ -199,16 +183,9 @@ class Qwen2_5OmniTalker(CodecLM):
 
         return [Probe(TalkerPrompt((0,) * size, rows(size)), (TalkerRows(rows(8)),)) for size in sizes]
 
-    def prefill(self, slot: int, piece: Embeds, start: int) -> None:
+    def prefill(self, slot: int, piece: RopeRows, start: int) -> None:
         """See ``CodecLM.prefill``."""
-        embeds, axes, reach = piece.embeds, piece.axes, start + len(piece)
-        if self._deterministic:
-            # The padding writes beyond the prompt, where later positions overwrite it before anyone looks.
-            missing = min(PREFILL_CHUNK, self._decoder.length - start) - len(piece)
-            embeds, axes = F.pad(embeds, (0, 0, 0, missing)), F.pad(axes, (0, missing))
-            reach = self._decoder.length
-        positions = torch.arange(start, start + len(embeds))[None]
-        self._decoder.forward(embeds[None], axes[:, None], positions, range(slot, slot + 1), reach)
+        self._decoder.write(slot, piece.embeds, piece.axes, start, fixed=self._deterministic)
 
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
         """See ``CodecLM.step``.
@@ -249,10 +226,9 @@ class Qwen2_5OmniTalker(CodecLM):
         said, steps = self._codec(codes), range(start, start + len(codes))
         text = torch.stack([self._text_of(speech, step) for step in steps])
         embeds = self._upstream.thinker_to_talker_proj(torch.cat((self._last[slot][None], said[:-1])) + text)
-        positions = (speech.length + torch.arange(start, start + len(codes)))[None]
-        axes = (positions + speech.delta).float().expand(3, -1)[:, None]
-        reach = speech.length + start + len(codes)
-        self._decoder.forward(embeds[None], axes, positions, range(slot, slot + 1), reach)
+        first = speech.length + start
+        axes = (torch.arange(first, first + len(codes)) + speech.delta).float().expand(3, -1)
+        self._decoder.write(slot, embeds, axes, first, fixed=False)
         self._said[slot, codes] = True
         self._last[slot] = said[-1]
 

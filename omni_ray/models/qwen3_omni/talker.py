@@ -17,14 +17,14 @@ from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.sampler import CANDIDATES
-from omni_ray.engine.slot_decoder import SlotDecoder
+from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, talker_module
-from omni_ray.models.qwen3_omni.talker_prompt import Markers, PromptRows, media_tensor, talker_ids
+from omni_ray.models.qwen3_omni.talker_prompt import Markers, media_tensor, talker_ids
 
 if TYPE_CHECKING:
     from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
@@ -148,7 +148,7 @@ class Qwen3OmniTalker(CodecLM):
         """Names that ``TalkerPrompt.speaker`` may have, lower case."""
         return tuple(self._speakers)
 
-    def encode(self, prompt: Any) -> PromptRows:
+    def encode(self, prompt: Any) -> RopeRows:
         """See ``SlotModel.encode``.
 
         Raises:
@@ -167,9 +167,9 @@ class Qwen3OmniTalker(CodecLM):
             embeds[list(ids.media)] = self._upstream.hidden_projection(media_tensor(prompt, embeds))
         embeds[-len(ids.codec) :] += self._codec(torch.tensor(ids.codec, device=self._device))
         axes = torch.from_numpy(ids.rope.axes).to(self._device)[:, : len(embeds)]
-        return PromptRows(embeds, axes, ids.rope.delta)
+        return RopeRows(embeds, axes, ids.rope.delta)
 
-    def begin(self, slot: int, prompt: PromptRows) -> int:
+    def begin(self, slot: int, prompt: RopeRows) -> int:
         """See ``SlotModel.begin``."""
         self._slots[slot] = Speech(len(prompt), prompt.delta)
         self._said[slot] = False
@@ -219,17 +219,9 @@ class Qwen3OmniTalker(CodecLM):
         rope = self._markers.rope
         return tuple(i for i in ids[:512] if i not in {self._markers.im_start, rope.audio, rope.image, rope.video})
 
-    def prefill(self, slot: int, piece: PromptRows, start: int) -> None:
+    def prefill(self, slot: int, piece: RopeRows, start: int) -> None:
         """See ``CodecLM.prefill``."""
-        length = self._talker.length
-        embeds, axes, reach = piece.embeds, piece.axes, start + len(piece)
-        if self._deterministic:
-            # The padding writes beyond the prompt, where later positions overwrite it before anyone looks.
-            missing = min(PREFILL_CHUNK, length - start) - len(piece)
-            embeds, axes = (nn.functional.pad(embeds, (0, 0, 0, missing)), nn.functional.pad(axes, (0, missing)))
-            reach = length
-        positions = torch.arange(start, start + len(embeds), device=self._device)[None]
-        self._talker.forward(embeds[None], axes[:, None], positions, range(slot, slot + 1), reach)
+        self._talker.write(slot, piece.embeds, piece.axes, start, fixed=self._deterministic)
 
     @property
     def ahead(self) -> bool:
@@ -301,10 +293,8 @@ class Qwen3OmniTalker(CodecLM):
         steps = torch.arange(start, start + len(codes), device=self._device)
         text = self._text[torch.tensor([self._text_of(speech, step) for step in steps.tolist()], device=self._device)]
         embeds = torch.cat((self._last[slot][None], sums[:-1])) + text
-        positions = (speech.length + steps)[None]
-        axes = (positions + speech.delta).float().expand(3, -1)[:, None]
-        reach = speech.length + start + len(codes)
-        self._talker.forward(embeds[None], axes, positions, range(slot, slot + 1), reach)
+        axes = (speech.length + steps + speech.delta).float().expand(3, -1)
+        self._talker.write(slot, embeds, axes, speech.length + start, fixed=False)
         self._said[slot, codes[:, 0]] = True
         self._last[slot] = sums[-1]
 

@@ -136,27 +136,6 @@ def _turns(ids: Sequence[int], markers: Markers) -> tuple[list[int], int]:
     return users, last
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """A piece of a prepared prompt, or all of it: what ``SlotModel.encode`` gives.
-
-    Attributes:
-        embeds: [n, hidden], the sum of text and codec sides.
-        axes: float32 [3, n] rope positions.
-        delta: rope position minus place in the sequence, behind the prompt.
-    """
-
-    embeds: Tensor
-    axes: Tensor
-    delta: float
-
-    def __len__(self) -> int:
-        return len(self.embeds)
-
-    def __getitem__(self, piece: slice) -> "PromptRows":
-        return PromptRows(self.embeds[piece], self.axes[:, piece], self.delta)
-
-
 def media_tensor(prompt: TalkerPrompt, like: Tensor) -> Tensor:
     """The prompt's hidden rows [m, thinker hidden] on the device and in the dtype of ``like``."""
     assert prompt.media_rows is not None
