@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from omni_ray.engine.capture import captured
 from omni_ray.engine.kernels.rows import nobody
 
 logger = logging.getLogger(__name__)
@@ -59,13 +60,7 @@ class _Graph:
         self.program, self.m = program, m
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            program.run()  # compiles the kernels; rows of nobody leave no trace
-            self._stream.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            # thread-local: other graphs are replayed meanwhile
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-                program.run()
+        self._graph = captured(program.run, self._stream)  # rows of nobody leave no trace
         self._inputs = [torch.empty_like(program.rows, device="cpu").pin_memory() for _ in range(IN_FLIGHT)]
         self._outputs = [torch.empty_like(program.results, device="cpu").pin_memory() for _ in range(IN_FLIGHT)]
         self._nobody = nobody(m)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
+from omni_ray.engine.capture import captured
 from omni_ray.engine.codec import Samples
 from omni_ray.engine.frame_codec import Codes, padded_codes
 from omni_ray.models.qwen3_omni.fused_code2wav import fuse
@@ -46,20 +47,14 @@ class _Batch:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        with torch.cuda.stream(stream):
-            self._compute()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # thread-local: another stage of this process may launch meanwhile
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._compute()
-            self._graph = graph
+        self._graph = captured(self._compute, stream, pool)
 
     def run(self) -> None:
         """From ``given`` to ``sound``; blocking."""
         self._given.copy_(self.given, non_blocking=True)
         if self._graph is None:
-            self._compute()
+            with self._owner.rounding():
+                self._compute()
         else:
             self._graph.replay()
         self.sound.copy_(self._sound, non_blocking=True)
@@ -118,7 +113,7 @@ class CapturedCode2Wav(StreamingCode2Wav):
 
     def capture(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Capture graphs for (rows, frames), on the thread that steps; the largest first: all share its memory."""
-        with torch.inference_mode(), self._rounding():
+        with torch.inference_mode(), self.rounding():
             for rows, frames in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
                 batch = _Batch(self, rows, frames)
                 batch.capture(self._stream, self._pool)
@@ -147,7 +142,7 @@ class CapturedCode2Wav(StreamingCode2Wav):
         given[: len(codes), :3] = [(past.slot, past.frames, len(c)) for past, c in zip(before, codes, strict=True)]
         given[:, 3:] = 0
         given[: len(codes), 3:] = padded_codes(codes, frames).reshape(len(codes), -1)
-        with torch.cuda.stream(self._stream), self._rounding():
+        with torch.cuda.stream(self._stream):
             batch.run()
         taken = sum(past is None for past in pasts)
         del self._free[len(self._free) - taken :]
@@ -162,8 +157,11 @@ class CapturedCode2Wav(StreamingCode2Wav):
         self._free.append(past.slot)
 
     @contextmanager
-    def _rounding(self) -> Iterator[None]:
-        """How float32 products round, while kernels are chosen or captured; the flags are the process's."""
+    def rounding(self) -> Iterator[None]:
+        """How float32 products round, while kernels are chosen or captured.
+
+        The flags are the process's, which another stage may share: a graph that is replayed needs them no more.
+        """
         flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self._tf32
         try:
