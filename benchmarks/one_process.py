@@ -19,7 +19,7 @@ from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Envelope, Opened, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.meters import EdgeMeters, Labels
-from omni_ray.serve.planner import Plan, make_plan
+from omni_ray.serve.planner import Plan, calls_of, make_plan
 from omni_ray.serve.readiness import Readiness
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.specs import StageSpec
@@ -103,7 +103,7 @@ def chain(app: ResolvedApp, engines: Mapping[str, Engine]) -> LocalDispatcher:
         parts = StageParts(
             stage=stage,
             engine=engines[stage.name],
-            clients={name: clients[name] for name in app.calls(stage.name)},
+            clients={name: clients[name] for name in calls_of(app.plans, stage.name)},
             processors={edge.processor: import_dotted(edge.processor) for edge in stage.inputs},
             streaming=spec.streaming,
             async_chunk=spec.async_chunk,

@@ -93,7 +93,8 @@ class RampCluster:
 
         def ask() -> list[Any]:
             handle = serve.get_deployment_handle(stage, APP)
-            return list(handle.broadcast("state").results(timeout_s=20))
+            answers = handle.broadcast("state").results(timeout_s=20)
+            return [state for answer in answers for state in answer if state.stage == stage]
 
         with ThreadPoolExecutor(1) as pool:  # Serve refuses to block a running event loop
             return pool.submit(ask).result()

@@ -130,14 +130,14 @@ CANCELLATION = (
     ),
     Removal(
         "a killed consumer stops a producer of refs (lifeline)",
-        SERVE + "stage.py",
+        SERVE + "running_stage.py",
         "            end.lost.add_done_callback(",
         "            (lambda _: None)(",
         TEST_SERVE + "faults.py::test_a_killed_consumer_stops_its_producers[talker-thinker-actor path]",
     ),
     Removal(
         "refs of a stream that ended badly are dropped",
-        SERVE + "stage.py",
+        SERVE + "running_stage.py",
         "        if not complete:\n            run.abandon()\n"
         "        if run.refs_travel and (run.cut_off or not complete):\n            self._collector.soon()",
         "",
@@ -152,7 +152,7 @@ CANCELLATION = (
     ),
     Removal(
         "unread latents are bounded by a window",
-        SERVE + "lifeline.py",
+        SERVE + "window.py",
         "while self._sent > self._read and self._sent + nbytes - self._read > self._window:",
         "while False:",
         TEST_SERVE + "lifeline.py::TestWindow",
@@ -246,9 +246,9 @@ REPAIR = (
     ),
     Removal(
         "a replica whose engine died ends",
-        SERVE + "stage.py",
-        "            except EngineDiedError as error:\n                _leave(error)",
-        "            except EngineDiedError:\n                pass",
+        SERVE + "running_stage.py",
+        "        except EngineDiedError as error:\n            _leave(error)\n\n    def state",
+        "        except EngineDiedError:\n            pass\n\n    def state",
         TEST_SERVE + "stage_death.py::test_an_engines_child_process_dies_idle",
     ),
 )

@@ -65,6 +65,8 @@ class Served:
 
     name: str
     url: str
+    deployments: dict[str, str]
+    """The deployment that runs each stage."""
 
     def client(self, timeout: float = 60) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout)
@@ -75,7 +77,8 @@ class Served:
 
     def states(self, stage: str) -> list[Any]:
         """``StageState`` of every replica; while one is being replaced it is waited for."""
-        return self._ask_all(stage, "state")
+        answers = self._ask_all(self.deployments[stage], "state")
+        return [state for answer in answers for state in answer if state.stage == stage]
 
     def _ask_all(self, deployment: str, method: str) -> list[Any]:
         """Call every replica, again and again while one of them is dead or Serve has none."""
@@ -119,9 +122,7 @@ class Served:
         }
 
     def stages(self) -> list[str]:
-        from ray import serve
-
-        return [n for n in serve.status().applications[self.name].deployments if n != "ingress"]
+        return list(self.deployments)
 
     def replicas(self) -> dict[str, list[str]]:
         """Replica tags of every stage."""
@@ -216,8 +217,8 @@ def serving(cluster: str) -> Serving:
 
     from ray import serve
 
-    from omni_ray.serve.builder import build_application
-    from omni_ray.serve.resolve import AppArgs
+    from omni_ray.serve.builder import bind
+    from omni_ray.serve.resolve import AppArgs, resolve
 
     alive: dict[str, Served] = {}
 
@@ -232,8 +233,10 @@ def serving(cluster: str) -> Serving:
         while len(alive) >= MAX_APPS:
             serve.delete(alive.pop(next(iter(alive))).name)
         name = f"{pipeline}_{abs(hash(key)) % 10**8}"
-        serve.run(build_application(pipeline, AppArgs(deploy_config=config)), name=name, route_prefix=f"/{name}")
-        alive[key] = Served(name, f"{cluster}/{name}")
+        app = resolve(pipeline, AppArgs(deploy_config=config))
+        serve.run(bind(app), name=name, route_prefix=f"/{name}")
+        deployments = {stage.stage: d.name for d in app.deployments for stage in d.stages}
+        alive[key] = Served(name, f"{cluster}/{name}", deployments)
         alive[key].rest()
         return alive[key]
 

@@ -69,8 +69,8 @@ class TestPlan:
         }  # fmt: skip
         assert {frozenset(row) for row in (*report["stages"], report["ingress"])} == {
             frozenset({
-                "name", "engine", "model", "output", "least_replicas", "replicas", "resources", "placement_group",
-                "max_num_seqs",
+                "name", "deployment", "engine", "model", "output", "least_replicas", "replicas", "resources",
+                "placement_group", "max_num_seqs",
             })
         }  # fmt: skip
         assert {frozenset(row) for row in report["edges"]} == {

@@ -42,8 +42,8 @@ def test_application_has_one_deployment_per_stage(name: str):
     deployments = built(app)
     assert set(deployments) == {*(s.name for s in load_pipeline(name).stages), "ingress"}
     resolved = resolve(name, AppArgs())
-    for spec in resolved.stages:
-        config = deployments[spec.stage]._deployment_config
+    for spec in resolved.deployments:
+        config = deployments[spec.name]._deployment_config
         assert config.max_ongoing_requests == spec.derived.max_ongoing_requests
         assert config.graceful_shutdown_timeout_s == spec.derived.graceful_shutdown_timeout_s
         assert config.max_queued_requests == -1, "Serve queues nothing, and refuses nothing"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from omni_ray.config.base import StrictModel, suggest
 from omni_ray.config.ingress import IngressConfig
@@ -58,6 +58,10 @@ class StreamingConfig(StrictModel):
     first_chunk_timeout_s: float = Field(default=60, gt=0)
     idle_timeout_s: float = Field(default=45, gt=0)
 
+    def window_bytes(self) -> int:
+        """``window_mb`` in bytes."""
+        return int(self.window_mb * 2**20)
+
 
 class ObserveConfig(StrictModel):
     """What is told about requests, beside metrics.
@@ -81,6 +85,9 @@ class DeployConfig(StrictModel):
         variant: stands in for the checkpoint's config where the builder cannot read it.
         load_format: ``dummy`` builds random weights for sizing.
         async_chunk: feed processors chunk by chunk; False hands them everything at once, with identical results.
+        colocate: stages that share one process, as one deployment that is named after the last of them: what goes
+            from one to the other crosses no process border. Their needs are added up; all else about their replicas is
+            said at that last stage.
     """
 
     pipeline: str | None = None
@@ -89,10 +96,20 @@ class DeployConfig(StrictModel):
     variant: dict[str, Any] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     async_chunk: bool = True
+    colocate: tuple[str, ...] = ()
     stages: dict[str, StageDeployConfig] = Field(default_factory=dict)
     streaming: StreamingConfig = StreamingConfig()
     observe: ObserveConfig = ObserveConfig()
     ingress: IngressConfig = IngressConfig()
+
+    @field_validator("colocate")
+    @classmethod
+    def _several(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"names {twice[0]!r} twice")
+        if len(names) == 1:
+            raise ValueError("names one stage only; name two or more, or leave it out")
+        return names
 
     def stage(self, name: str) -> StageDeployConfig:
         """The stage's block, or the defaults."""
@@ -102,6 +119,7 @@ class DeployConfig(StrictModel):
         """Stage names and pipeline name that do not fit ``pipeline``."""
         known = [s.name for s in pipeline.stages]
         out = [f"{where}: stages.{n}: unknown stage {n!r}; {suggest(n, known)}" for n in self.stages if n not in known]
+        out += [f"{where}: colocate: unknown stage {n!r}; {suggest(n, known)}" for n in self.colocate if n not in known]
         if self.pipeline not in (None, pipeline.name, *pipeline.aliases):
             out.append(f"{where}: pipeline: is {self.pipeline!r}, but {pipeline.name!r} is being served")
         return out

@@ -43,6 +43,9 @@ class EngineOptions(StrictModel):
             reserved = max(self.max_num_seqs // 8, int(self.max_num_seqs >= 4))
         return self.max_num_seqs if priority <= 0 else self.max_num_seqs - reserved
 
+    own_process: ClassVar[str | None] = None
+    """Why a stage with this engine must be alone in its process, or None: it shares one well."""
+
     def devices(self) -> int:
         """GPUs that one replica computes on, if it has any; more than one need ``num_gpus`` to be as many."""
         return 1
@@ -66,6 +69,8 @@ class GeneratorOptions(EngineOptions):
         trust_remote_code: run the Python files inside the checkpoint. Whoever can write the checkpoint then runs code
             in the replica.
     """
+
+    own_process = "its steps swap the random state of the whole process"
 
     max_num_seqs: int = Field(default=1, ge=1)
     max_pieces: int = Field(default=4, ge=1)

@@ -13,6 +13,7 @@ from omni_ray.errors import ConfigError
 from omni_ray.serve.cluster import check_fits, live_nodes
 from omni_ray.serve.ingress import Ingress
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
+from omni_ray.serve.specs import DeploymentSpec
 from omni_ray.serve.stage import Stage
 
 logger = logging.getLogger("ray.serve")
@@ -34,11 +35,16 @@ def build_application(name: str, args: AppArgs) -> serve.Application:
 
 
 def bind(app: ResolvedApp) -> serve.Application:
-    """Bind what ``resolve`` specified. Stage name = deployment name."""
+    """Bind what ``resolve`` specified. Stage name = deployment name; stages that share a process have the last's."""
+    runs = {stage.stage: spec for spec in app.deployments for stage in spec.stages}
     bound: dict[str, DeploymentHandle] = {}
-    for spec in app.stages:
-        upstream = {name: bound[name] for name in sorted(app.calls(spec.stage))}
-        deployment = serve.deployment(Stage, name=spec.stage, **spec.derived.serve)
-        bound[spec.stage] = deployment.bind(spec, upstream)
+
+    def bind_one(spec: DeploymentSpec) -> DeploymentHandle:
+        if spec.name not in bound:
+            upstream = {name: bind_one(runs[name]) for name in sorted(app.calls(spec))}
+            bound[spec.name] = serve.deployment(Stage, name=spec.name, **spec.derived.serve).bind(spec, upstream)
+        return bound[spec.name]
+
+    handles = {stage.stage: bind_one(runs[stage.stage]) for stage in app.stages}
     ingress = serve.deployment(Ingress, name="ingress", **app.ingress.derived.serve)
-    return ingress.bind(app.ingress, dict(bound))
+    return ingress.bind(app.ingress, handles)

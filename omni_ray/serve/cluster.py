@@ -76,7 +76,7 @@ def join(address: str, *, log_to_driver: bool) -> str:
 
 def needs(app: ResolvedApp, *, least: bool = False) -> tuple[Need, ...]:
     """Needs of every deployment, in the order data flows, the ingress last; ``least``: scaled down as far as can be."""
-    return (*(_need(s.stage, s.derived, least) for s in app.stages), _need("ingress", app.ingress.derived, least))
+    return (*(_need(d.name, d.derived, least) for d in app.deployments), _need("ingress", app.ingress.derived, least))
 
 
 def _need(name: str, derived: ServeOptions, least: bool) -> Need:

@@ -58,9 +58,16 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who opens a stream: the consumer's name, and for ref-carrying streams where its lifeline listens."""
+    """Who opens a stream, and to which stage: a deployment may run several.
+
+    Attributes:
+        consumer: the name of the stage that calls, or ``ingress``.
+        stage: the stage that is called.
+        lifeline: for ref-carrying streams, where the consumer's lifeline listens.
+    """
 
     consumer: str
+    stage: str
     lifeline: "LifelineAddress | None" = None
 
 

@@ -28,6 +28,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from omni_ray.serve.events import LifelineAddress
+from omni_ray.serve.window import Window
 
 _CREDIT = struct.Struct("!QQ")  # bytes of latents read, messages taken
 _CONNECT_TIMEOUT_S = 5.0
@@ -133,31 +134,17 @@ class LifelineHost:
             self._server.close()
 
 
-class ProducerEnd:
+class ProducerEnd(Window):
     """The producer's end: ``lost`` is done when the consumer is gone; ``acquire`` waits for window space."""
 
     def __init__(self, window_bytes: int) -> None:
+        super().__init__(window_bytes)
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._window = window_bytes
-        self._sent = 0
-        self._read = 0
         self._messages = 0
         self._taken = 0
         self._out_of_reach = False
         self._held: deque[tuple[int, Any]] = deque()
         self._put = 0
-        self._moved = asyncio.Event()
-
-    async def acquire(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more fit the window; one item always fits an empty window."""
-        while self._sent > self._read and self._sent + nbytes - self._read > self._window:
-            self._moved.clear()
-            await self._moved.wait()
-        self._sent += nbytes
-
-    def note(self, nbytes: int) -> None:
-        """Account for ``nbytes`` that are sent without waiting; they will be reported as read like all others."""
-        self._sent += nbytes
 
     def message(self) -> None:
         """A message goes out."""

@@ -1,15 +1,19 @@
 """What every log line of a replica carries: our request id, stage and pipeline, beside what Ray Serve adds.
 
+Where several stages share a process, a line of one's tasks names that stage; lines of engines' own threads name the
+deployment's.
+
 Serve's own ``request_id`` is another one, and a client may choose it; ours replaces it in lines about a request.
 """
 
 import logging
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 
 from omni_ray.engine.types import Request, TextPart
 
 LOGGER = "ray.serve"
 _request_id: ContextVar[str | None] = ContextVar("omni_ray_request_id", default=None)
+_stage: ContextVar[str | None] = ContextVar("omni_ray_stage", default=None)
 
 
 class _Fields(logging.Filter):
@@ -21,6 +25,8 @@ class _Fields(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.__dict__.update(self._fixed)
+        if (stage := _stage.get()) is not None:
+            record.__dict__["stage"] = stage
         request_id = _request_id.get()
         if request_id is not None:
             record.__dict__["request_id"] = request_id
@@ -43,6 +49,13 @@ def log_as(pipeline: str, stage: str) -> None:
 def log_request(request_id: str) -> None:
     """Lines of this task, and of tasks that it starts from now on, are about this request."""
     _request_id.set(request_id)
+
+
+def stage_context(stage: str) -> Context:
+    """The caller's context, for a task whose lines name ``stage``."""
+    context = copy_context()
+    context.run(_stage.set, stage)
+    return context
 
 
 def log_content(request: Request) -> None:

@@ -193,6 +193,11 @@ def all_plans(pipeline: PipelineConfig) -> list[Plan]:
     return list(plans)
 
 
+def calls_of(plans: Collection[Plan], stage: str) -> frozenset[str]:
+    """Stages that ``stage`` may open streams to, over all ``plans``."""
+    return frozenset(called for plan in plans for part in plan.stages if part.name == stage for called in part.calls)
+
+
 def _subsets(items: Collection[T]) -> Iterator[tuple[T, ...]]:
     for n in range(1, len(items) + 1):
         yield from itertools.combinations(items, n)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from omni_ray.config.pipeline import REQUEST, Edge
 from omni_ray.registry import engine_entry
 from omni_ray.serve.cluster import needs
 from omni_ray.serve.cluster_report import ClusterReport, cluster_report
@@ -12,9 +13,14 @@ from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One deployment in the report."""
+    """One stage, or the ingress, in the report.
+
+    Attributes:
+        deployment: whose replicas run it; beside its own name, all about replicas is said in that one's row.
+    """
 
     name: str
+    deployment: str
     engine: str
     model: str
     output: str
@@ -70,6 +76,10 @@ class Report:
         wide = max(len("model class"), *(len(row.model) for row in self.stages))
         lines += ["", f"{'deployment':<12} {'engine':<12} {'model class':<{wide}} {'replicas':>8}  each replica"]
         for row in (*self.stages, self.ingress):
+            if row.deployment != row.name:
+                shares = f"in the process of {row.deployment}"
+                lines.append(f"{row.name:<12} {row.engine:<12} {row.model:<{wide}} {'':>8}  {shares}")
+                continue
             each = ", ".join(f"{amount:g} {name}" for name, amount in row.resources.items())
             group = f"  placement group {row.placement_group}" if row.placement_group else ""
             least = f"{row.least_replicas} to " if row.least_replicas < row.replicas else ""
@@ -104,7 +114,16 @@ def plan_report(name: str, given: Mapping[str, str], address: str | None = None)
         model=args.model or app.config.model,
         stages=_stage_rows(app),
         ingress=StageRow(
-            "ingress", "http", "-", "-", front.min_replicas, front.num_replicas, dict(needs(app)[-1].each), [], 0
+            name="ingress",
+            deployment="ingress",
+            engine="http",
+            model="-",
+            output="-",
+            least_replicas=front.min_replicas,
+            replicas=front.num_replicas,
+            resources=dict(needs(app)[-1].each),
+            placement_group=[],
+            max_num_seqs=0,
         ),
         edges=[
             EdgeRow(
@@ -113,7 +132,7 @@ def plan_report(name: str, given: Mapping[str, str], address: str | None = None)
                 list(edge.parts),
                 edge.processor,
                 edge.schema_version,
-                "request" if edge.source == "request" else "actor path, object refs" if edge.carries_refs else "gRPC",
+                _transport(app, edge, stage.name),
             )
             for stage in app.pipeline.topological()
             for edge in stage.inputs
@@ -125,23 +144,35 @@ def plan_report(name: str, given: Mapping[str, str], address: str | None = None)
 
 
 def _stage_rows(app: ResolvedApp) -> list[StageRow]:
+    runs = {stage.stage: deployment for deployment in app.deployments for stage in deployment.stages}
+    amounts = {need.deployment: need for need in needs(app)}
     rows = []
-    for spec, need in zip(app.stages, needs(app), strict=False):
-        stage = app.pipeline.stage(spec.stage)
+    for spec in app.stages:
+        stage, deployment = app.pipeline.stage(spec.stage), runs[spec.stage]
+        need, own = amounts[deployment.name], deployment.name == spec.stage
         rows.append(
             StageRow(
                 name=stage.name,
+                deployment=deployment.name,
                 engine=engine_entry(stage, app.config.stage(stage.name).engine.get("name"))[0],
                 model=spec.model_arch,
                 output=stage.engine_output_type,
-                least_replicas=spec.derived.min_replicas,
+                least_replicas=deployment.derived.min_replicas,
                 replicas=need.replicas,
-                resources=dict(need.each),
-                placement_group=spec.derived.serve.get("placement_group_bundles", []),
+                resources=dict(need.each) if own else {},
+                placement_group=deployment.derived.serve.get("placement_group_bundles", []) if own else [],
                 max_num_seqs=spec.engine_options.max_num_seqs,
             )
         )
     return rows
+
+
+def _transport(app: ResolvedApp, edge: Edge, target: str) -> str:
+    if edge.source == REQUEST:
+        return "request"
+    if {edge.source, target} <= {*app.config.colocate}:
+        return "one process"
+    return "actor path, object refs" if edge.carries_refs else "gRPC"
 
 
 def _request_rows(app: ResolvedApp) -> list[RequestRow]:

@@ -24,7 +24,8 @@ from omni_ray.config.pipeline import PipelineConfig, StagePipelineConfig
 from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 from omni_ray.registry import OmniModelRegistry, engine_entry, engine_options, import_dotted, load_pipeline
-from omni_ray.serve.planner import Plan, all_plans
+from omni_ray.serve.colocation import Member, groups, member_problems, order_problems, shared_block
+from omni_ray.serve.planner import Plan, all_plans, calls_of
 from omni_ray.serve.serve_options import (
     MAY_NOT_BE_SET,
     DeploymentBlock,
@@ -33,7 +34,7 @@ from omni_ray.serve.serve_options import (
     StageDeployment,
     derive,
 )
-from omni_ray.serve.specs import IngressSpec, StageSpec
+from omni_ray.serve.specs import DeploymentSpec, IngressSpec, StageSpec
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -83,17 +84,24 @@ def _argument_problem(loc: tuple[int | str, ...], message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedApp:
-    """An application, ready to be bound: one spec per stage in the order data flows, and the ingress's."""
+    """An application, ready to be bound: a spec per deployment in the order data flows, and the ingress's."""
 
     pipeline: PipelineConfig
     config: DeployConfig
-    stages: tuple[StageSpec, ...]
+    deployments: tuple[DeploymentSpec, ...]
     ingress: IngressSpec
     plans: tuple[Plan, ...]
 
-    def calls(self, stage: str) -> frozenset[str]:
-        """Stages that ``stage`` may open streams to, over all requests."""
-        return frozenset(c for plan in self.plans for part in plan.stages if part.name == stage for c in part.calls)
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """Every stage, in the order data flows."""
+        specs = {stage.stage: stage for deployment in self.deployments for stage in deployment.stages}
+        return tuple(specs[stage.name] for stage in self.pipeline.topological())
+
+    def calls(self, deployment: DeploymentSpec) -> frozenset[str]:
+        """Stages of other deployments that this one's may open streams to, over all requests."""
+        own = {stage.stage for stage in deployment.stages}
+        return frozenset().union(*(calls_of(self.plans, name) for name in own)) - own
 
 
 def resolve(name: str, args: AppArgs) -> ResolvedApp:
@@ -117,16 +125,17 @@ def resolve(name: str, args: AppArgs) -> ResolvedApp:
         raise ConfigError([*error.problems, *problems]) from error
     problems += config.problems_for(pipeline, where)
     problems += _reference_problems(pipeline)
-    stages, ingress = _deployments(pipeline, config, model, where, args, problems)
+    problems += order_problems(pipeline, plans, config.colocate, where)
+    deployments, ingress = _deployments(pipeline, config, model, where, args, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     assert ingress is not None
-    return ResolvedApp(pipeline, config, tuple(stages), ingress, plans)
+    return ResolvedApp(pipeline, config, tuple(deployments), ingress, plans)
 
 
 def _deployments(
     pipeline: PipelineConfig, config: DeployConfig, model: str | None, where: str, args: AppArgs, problems: list[str]
-) -> tuple[list[StageSpec], IngressSpec | None]:
+) -> tuple[list[DeploymentSpec], IngressSpec | None]:
     """Specs of every deployment; what is wrong goes to ``problems``."""
     block = _block(IngressDeployment, config.ingress.deployment, where, ("ingress", "deployment"), problems)
     ingresses = 1
@@ -146,37 +155,26 @@ def _deployments(
             f"that pipeline {pipeline.name!r} is good for"
         )
     specs = []
-    for stage in pipeline.topological():
-        options = _engine_options(stage, config.stage(stage.name).engine, where, problems)
-        prefix = ("stages", stage.name, "deployment")
-        stage_block = _block(StageDeployment, config.stage(stage.name).deployment, where, prefix, problems)
-        if options is None or stage_block is None:
+    for names in groups(pipeline, config.colocate):
+        members = [m for name in names if (m := _member(pipeline.stage(name), config, where, problems)) is not None]
+        if len(members) < len(names):
+            continue
+        if len(members) > 1 and (found := member_problems(members, where)):
+            problems += found
             continue
         # twice what can be admitted: retries and streams that are just ending hold a slot a little longer
-        ongoing, devices = 2 * admitted + 16, options.devices()
-        derived = _derived(stage.name, stage, stage_block, ongoing, grace, where, problems, devices)
+        ongoing, host = 2 * admitted + 16, members[-1]
+        devices = host.options.devices()
+        derived = _derived(host.name, host.declared, shared_block(members), ongoing, grace, where, problems, devices)
         if derived is None:
             continue
-        problems += [
-            f"{where}: stages.{stage.name}.engine.{problem}" for problem in options.placement_problems(derived.num_gpus)
-        ]
-        engine, entry = engine_entry(stage, config.stage(stage.name).engine.get("name"))
-        specs.append(
-            StageSpec(
-                pipeline=pipeline,
-                stage=stage.name,
-                model=config.stage(stage.name).model or model,
-                model_arch=stage.arch_for(engine),
-                load_format=config.load_format,
-                engine_path=entry.path,
-                engine_options=options,
-                sampling=config.stage(stage.name).sampling,
-                streaming=config.streaming,
-                async_chunk=config.async_chunk,
-                observe=config.observe,
-                derived=derived,
-            )
-        )
+        for member in members:
+            gpus = member.num_gpus if len(members) > 1 else derived.num_gpus
+            problems += [
+                f"{where}: stages.{member.name}.engine.{problem}" for problem in member.options.placement_problems(gpus)
+            ]
+        stages = tuple(_stage_spec(pipeline, member, config, model) for member in members)
+        specs.append(DeploymentSpec(stages, derived))
     if block is None:
         return specs, None
     # the ingress itself answers 503 beyond its limit, so Serve must let more than that through
@@ -185,6 +183,31 @@ def _deployments(
         return specs, None
     model_name = args.served_model_name or config.served_model_name or pipeline.name
     return specs, IngressSpec(pipeline, config.ingress, config.streaming, config.observe, model_name, derived)
+
+
+def _member(stage: StagePipelineConfig, config: DeployConfig, where: str, problems: list[str]) -> Member | None:
+    options = _engine_options(stage, config.stage(stage.name).engine, where, problems)
+    prefix = ("stages", stage.name, "deployment")
+    block = _block(StageDeployment, config.stage(stage.name).deployment, where, prefix, problems)
+    return None if options is None or block is None else Member(stage, block, options)
+
+
+def _stage_spec(pipeline: PipelineConfig, member: Member, config: DeployConfig, model: str | None) -> StageSpec:
+    said = config.stage(member.name)
+    engine, entry = engine_entry(member.declared, said.engine.get("name"))
+    return StageSpec(
+        pipeline=pipeline,
+        stage=member.name,
+        model=said.model or model,
+        model_arch=member.declared.arch_for(engine),
+        load_format=config.load_format,
+        engine_path=entry.path,
+        engine_options=member.options,
+        sampling=said.sampling,
+        streaming=config.streaming,
+        async_chunk=config.async_chunk,
+        observe=config.observe,
+    )
 
 
 def _derived(

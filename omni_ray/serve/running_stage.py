@@ -16,15 +16,17 @@ from omni_ray.registry import OmniModelRegistry, import_dotted
 from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
 from omni_ray.serve.lifeline import ProducerEnd
+from omni_ray.serve.logs import stage_context
 from omni_ray.serve.meters import GAUGES_EVERY_S, Labels, StageMeters
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.slack import AT_EASE_S, Report, Tuning, load_of
 from omni_ray.serve.specs import StageSpec
-from omni_ray.serve.stage_client import StageClient
+from omni_ray.serve.stage_client import Client
 from omni_ray.serve.stage_parts import StageParts
 from omni_ray.serve.stage_run import StageRun
 from omni_ray.serve.tracing import Tracing
 from omni_ray.serve.version import code_version
+from omni_ray.serve.window import Window
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,6 +41,7 @@ class StageState:
     ``leads`` are of the live streams that have begun to sound; ``load`` is as autoscaling sees it (``slack.load_of``).
     """
 
+    stage: str
     replica: str
     ongoing: int
     engine: EngineStats
@@ -71,7 +74,6 @@ class RunningStage:
         self._tracing = tracing
         self._collector = collector
         self._meters = StageMeters(labels)
-        self._window = int(parts.streaming.window_mb * 2**20)
         self._runs: set[StageRun] = set()
         self._ongoing: Counter[tuple[str, int]] = Counter()
         self._totals: Counter[str] = Counter()
@@ -82,7 +84,7 @@ class RunningStage:
         cls,
         spec: StageSpec,
         labels: Labels,
-        clients: Mapping[str, StageClient],
+        clients: Mapping[str, Client],
         tuning: Tuning,
         collector: RefCollector,
     ) -> "RunningStage":
@@ -116,7 +118,7 @@ class RunningStage:
                 progress=progress,
             )
         )
-        await engine.start()
+        await asyncio.create_task(engine.start(), context=stage_context(stage.name))
         parts = StageParts(
             stage=stage,
             engine=engine,
@@ -141,16 +143,24 @@ class RunningStage:
         )
         return cls(parts, labels, tuning, tracing, collector)
 
-    async def run(self, envelope: Envelope, caller: Caller) -> AsyncGenerator[list[Event], None]:
-        """One request: lists of events until its end. Cancelling it stops everything upstream of it too."""
+    async def run(
+        self, envelope: Envelope, caller: Caller, local: Window | None = None
+    ) -> AsyncGenerator[list[Event], None]:
+        """One request: lists of events until its end. Cancelling it stops everything upstream of it too.
+
+        Args:
+            envelope: the request.
+            caller: who asks for it.
+            local: the stream's window, if the caller is in this process: latents then stay as they are.
+        """
         key, outcome = envelope.request.key, "cancelled"
-        end = ProducerEnd(self._window) if caller.lifeline is not None else None
+        end = ProducerEnd(self._parts.streaming.window_bytes()) if caller.lifeline is not None else None
         trace = None
         if self._tracing is not None:
             trace = self._tracing.begin(*key, envelope.traceparent)
             envelope = replace(envelope, traceparent=trace.traceparent)
-        run = StageRun(self._parts, envelope, end, trace)
-        tasks = [asyncio.create_task(run.go())]
+        run = StageRun(self._parts, envelope, end, trace, local)
+        tasks = [asyncio.create_task(run.go(), context=stage_context(self._name))]
         if end is not None and caller.lifeline is not None:
             tasks.append(asyncio.create_task(end.follow(caller.lifeline)))
             end.lost.add_done_callback(lambda _: run.outbox.close(_ConsumerGone(f"{caller.consumer} is gone")))
@@ -233,7 +243,9 @@ class RunningStage:
         refs = sum(run.held()[0] for run in self._runs)
         ongoing, engine = self._ongoing.total(), self._engine.stats()
         load = load_of(self._report(engine), self._tuning)
-        return StageState(self._replica, ongoing, engine, **counts, leads=self._leads(), held_refs=refs, load=load)
+        return StageState(
+            self._name, self._replica, ongoing, engine, **counts, leads=self._leads(), held_refs=refs, load=load
+        )
 
     def report(self) -> Report:
         """What autoscaling goes by."""

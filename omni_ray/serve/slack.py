@@ -63,6 +63,11 @@ def load_of(report: Report, tuning: Tuning) -> float:
     return max(requests / report.places, requests * report.cost, 1.0 if pressed else 0.0)
 
 
+def most_loaded(reports: Sequence[Report], tuning: Tuning) -> Report:
+    """What a replica says that runs several stages: the report of the one that has most to do."""
+    return max(reports, key=lambda report: load_of(report, tuning))
+
+
 def replicas_wanted(reports: Sequence[Report], running: int, target: int, tuning: Tuning) -> int:
     """Replicas that hold all of the load at ``target_load``; at least one.
 

@@ -13,7 +13,7 @@ from omni_ray.serve.serve_options import ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Everything a stage's replica is built from; made by the builder, the same on every replica."""
+    """Everything a stage is built from, the same in every replica."""
 
     pipeline: PipelineConfig
     stage: str
@@ -26,7 +26,24 @@ class StageSpec:
     streaming: StreamingConfig
     async_chunk: bool
     observe: ObserveConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentSpec:
+    """A deployment of one stage, or of several that share a process.
+
+    Attributes:
+        stages: in the order data flows; the last one gives the deployment its name.
+        derived: Ray Serve's options.
+    """
+
+    stages: tuple[StageSpec, ...]
     derived: ServeOptions
+
+    @property
+    def name(self) -> str:
+        """The deployment's."""
+        return self.stages[-1].stage
 
 
 @dataclass(frozen=True, slots=True)

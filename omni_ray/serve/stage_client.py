@@ -1,16 +1,18 @@
 """The only code that calls a stage's handle: one stream per edge, opened, watched, mapped to our errors and cancelled.
 
-It owns the deadlines (first event, idle), the transport (gRPC, or the actor path with a lifeline when refs travel),
-the cancellation in ``finally`` (``break`` and ``del`` do not cancel a Serve stream) and the mapping of Ray's errors.
+``StageClient`` owns the deadlines (first event, idle), the transport (gRPC, or the actor path with a lifeline when refs
+travel), the cancellation in ``finally`` (``break`` and ``del`` do not cancel a Serve stream) and the mapping of Ray's
+errors. What it has in common with the client of a stage in the same process (``local_client``) is ``Client``.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
@@ -28,7 +30,7 @@ from omni_ray.errors import (
     StageTimeoutError,
 )
 from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturated
-from omni_ray.serve.lifeline import ConsumerEnd, Latent, LifelineHost
+from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost
 from omni_ray.serve.meters import EdgeMeters, Labels
 from omni_ray.serve.outbox import nbytes_of
 from omni_ray.serve.tracing import Hop, RunTrace
@@ -44,12 +46,29 @@ def _cancel(response: DeploymentResponseGenerator[Any]) -> None:
         logger.debug("the call to be cancelled had never begun: %r", error)
 
 
+class Unread(Protocol):
+    """A latent that arrived and has yet to be read."""
+
+    def read(self) -> None:
+        """It was used, or is not wanted: the producer may go on."""
+
+
+class ConsumerSide(Protocol):
+    """Where a stream's reader reports what it takes and reads."""
+
+    def took(self) -> None:
+        """A message of the stream arrived."""
+
+    def arrived(self, nbytes: int) -> Unread:
+        """A latent of ``nbytes`` that counts in the stream's window arrived."""
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     """An event, the means to say that its latent was read, and where the time of reading it is recorded."""
 
     event: Event
-    latent: Latent | None
+    latent: Unread | None
     edge: EdgeMeters
 
     def read(self) -> None:
@@ -58,85 +77,56 @@ class Received:
             self.latent.read()
 
 
-class StageClient:
-    """Opens streams to one stage on behalf of one consumer."""
+class Client(ABC):
+    """Reads a stage's streams on behalf of one consumer, whatever carries them."""
 
-    def __init__(
-        self, stage: str, handle: DeploymentHandle, labels: Labels, streaming: StreamingConfig, lifelines: LifelineHost
-    ) -> None:
+    def __init__(self, stage: str, labels: Labels, streaming: StreamingConfig) -> None:
         self.stage = stage
         self._consumer = labels.stage
         self._edge = EdgeMeters(labels, stage)
         self._streaming = streaming
-        self._lifelines = lifelines
-        grpc: dict[str, Any] = {"request_serialization": "pickle", "response_serialization": "pickle"}
-        self._by_value = handle.options(stream=True, method_name="run", _by_reference=False, **grpc)
-        self._by_reference = handle.options(stream=True, method_name="run", _by_reference=True)
-        self._ping = handle.options(method_name="ping", _by_reference=False, **grpc)
 
-    async def ping(self, timeout_s: float, was_ready: bool) -> bool:
-        """One round trip to any replica; see ``Stage.ping``. Raises our errors."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return bool(await self._ping.remote(was_ready))
-        except TimeoutError:
-            raise NotReadyError(f"stage {self.stage} did not answer within {timeout_s:g} s") from None
-        except Exception as error:  # every failure of a ping means the same: not ready
-            raise NotReadyError(f"stage {self.stage}: {type(error).__name__}") from error
-
-    async def stream(self, envelope: Envelope, trace: RunTrace | None = None) -> AsyncGenerator[Received, None]:
+    @abstractmethod
+    def stream(self, envelope: Envelope, trace: RunTrace | None = None) -> AsyncGenerator[Received, None]:
         """Every event of one call of ``run``, one by one; ``trace`` notes each message.
 
         Raises:
             SaturatedError, NotReadyError, ReplicaDiedError, StageTimeoutError, StageFailedError: see ``errors``.
         """
-        by_reference = envelope.plan.stage(self.stage).by_reference or envelope.holds_refs()
-        if by_reference:
-            async with (
-                self._lifelines.open() as end,
-                aclosing(self._events(self._by_reference, envelope, end, trace)) as events,
-            ):
-                async for received in events:
-                    yield received
-        else:
-            async with aclosing(self._events(self._by_value, envelope, None, trace)) as events:
-                async for received in events:
-                    yield received
+
+    @abstractmethod
+    def _latent_bytes(self, event: OutputEvent) -> int:
+        """Bytes of the event's latent that count in the stream's window."""
 
     async def _events(
-        self, handle: DeploymentHandle, envelope: Envelope, end: ConsumerEnd | None, trace: RunTrace | None
+        self, batches: AsyncIterator[list[Event]], side: ConsumerSide | None, trace: RunTrace | None
     ) -> AsyncGenerator[Received, None]:
+        """Events of ``batches``, each awaited no longer than the deadlines say; failures become our errors."""
         limit, late = self._streaming.first_chunk_timeout_s, StageTimeoutError
-        response = handle.remote(envelope, Caller(self._consumer, end.address if end else None))
-        events = response.__aiter__()
-        try:
-            while True:
-                ours: BaseException | None = None
-                try:
-                    async with asyncio.timeout(limit):
-                        batch = await events.__anext__()
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    ours = late(f"stage {self.stage} sent nothing for {limit:g} s")
-                except (asyncio.CancelledError, Exception) as error:
-                    ours = self._mapped(error)
-                    if ours is error:
-                        raise
-                if ours is not None:
-                    raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
-                if end is not None:
-                    end.took()
-                self._measure(batch, trace)
-                for event in batch:
-                    if isinstance(event, Saturated):
-                        raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
-                    ref_bytes = event.ref_bytes if isinstance(event, OutputEvent) else 0
-                    latent = end.arrived(ref_bytes) if end is not None and ref_bytes else None
-                    yield Received(event, latent, self._edge)
-                limit, late = self._streaming.idle_timeout_s, StageSilentError
-        finally:
-            _cancel(response)
+        while True:
+            ours: BaseException | None = None
+            try:
+                async with asyncio.timeout(limit):
+                    batch = await anext(batches)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                ours = late(f"stage {self.stage} sent nothing for {limit:g} s")
+            except (asyncio.CancelledError, Exception) as error:
+                ours = self._mapped(error)
+                if ours is error:
+                    raise
+            if ours is not None:
+                raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
+            if side is not None:
+                side.took()
+            self._measure(batch, trace)
+            for event in batch:
+                if isinstance(event, Saturated):
+                    raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
+                nbytes = self._latent_bytes(event) if side is not None and isinstance(event, OutputEvent) else 0
+                yield Received(event, side.arrived(nbytes) if side is not None and nbytes else None, self._edge)
+            limit, late = self._streaming.idle_timeout_s, StageSilentError
 
     def _measure(self, batch: list[Event], trace: RunTrace | None) -> None:
         last = batch[-1]
@@ -168,3 +158,56 @@ class StageClient:
             return ReplicaDiedError(f"a replica of stage {self.stage} went away", stage=self.stage)
         logger.error("stage %s failed in an unforeseen way", self.stage, exc_info=error)
         return StageFailedError(f"stage {self.stage} failed")
+
+
+class StageClient(Client):
+    """Opens streams to a stage through the handle of its deployment."""
+
+    def __init__(
+        self, stage: str, handle: DeploymentHandle, labels: Labels, streaming: StreamingConfig, lifelines: LifelineHost
+    ) -> None:
+        super().__init__(stage, labels, streaming)
+        self._lifelines = lifelines
+        grpc: dict[str, Any] = {"request_serialization": "pickle", "response_serialization": "pickle"}
+        self._by_value = handle.options(stream=True, method_name="run", _by_reference=False, **grpc)
+        self._by_reference = handle.options(stream=True, method_name="run", _by_reference=True)
+        self._ping = handle.options(method_name="ping", _by_reference=False, **grpc)
+
+    async def ping(self, timeout_s: float, was_ready: bool) -> bool:
+        """One round trip to any replica; see ``Stage.ping``. Raises our errors."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return bool(await self._ping.remote(was_ready))
+        except TimeoutError:
+            raise NotReadyError(f"stage {self.stage} did not answer within {timeout_s:g} s") from None
+        except Exception as error:  # every failure of a ping means the same: not ready
+            raise NotReadyError(f"stage {self.stage}: {type(error).__name__}") from error
+
+    async def stream(self, envelope: Envelope, trace: RunTrace | None = None) -> AsyncGenerator[Received, None]:
+        """See ``Client.stream``."""
+        by_reference = envelope.plan.stage(self.stage).by_reference or envelope.holds_refs()
+        if by_reference:
+            async with (
+                self._lifelines.open() as end,
+                aclosing(self._called(self._by_reference, envelope, end, trace)) as events,
+            ):
+                async for received in events:
+                    yield received
+        else:
+            async with aclosing(self._called(self._by_value, envelope, None, trace)) as events:
+                async for received in events:
+                    yield received
+
+    async def _called(
+        self, handle: DeploymentHandle, envelope: Envelope, end: ConsumerEnd | None, trace: RunTrace | None
+    ) -> AsyncGenerator[Received, None]:
+        response = handle.remote(envelope, Caller(self._consumer, self.stage, end.address if end else None))
+        try:
+            async with aclosing(self._events(response.__aiter__(), end, trace)) as events:
+                async for received in events:
+                    yield received
+        finally:
+            _cancel(response)
+
+    def _latent_bytes(self, event: OutputEvent) -> int:
+        return event.ref_bytes

@@ -10,7 +10,7 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine
 from omni_ray.serve.effort import Effort
 from omni_ray.serve.events import Opened
-from omni_ray.serve.stage_client import StageClient
+from omni_ray.serve.stage_client import Client
 
 Processor = Callable[[Any, AsyncIterator[Any]], AsyncGenerator[Any, None]]
 
@@ -21,7 +21,7 @@ class StageParts:
 
     stage: StagePipelineConfig
     engine: Engine
-    clients: Mapping[str, StageClient]
+    clients: Mapping[str, Client]
     processors: Mapping[str, Processor]
     streaming: StreamingConfig
     async_chunk: bool

@@ -18,6 +18,7 @@ from omni_ray.engine.types import (
     AudioChunk,
     Finish,
     ImageChunk,
+    LatentChunk,
     Output,
     Request,
     StepChunk,
@@ -31,11 +32,12 @@ from omni_ray.serve.lifeline import ProducerEnd
 from omni_ray.serve.outbox import Outbox, pieces_of
 from omni_ray.serve.planner import PlanStage, feeding_edge
 from omni_ray.serve.records import recordable
-from omni_ray.serve.stage_client import Received, StageClient
+from omni_ray.serve.stage_client import Client, Received
 from omni_ray.serve.stage_inputs import StageInputs
 from omni_ray.serve.stage_parts import StageParts
 from omni_ray.serve.tracing import RunTrace
 from omni_ray.serve.watch import Watch
+from omni_ray.serve.window import Window
 
 _FINAL_CHUNKS: Mapping[OutputKind, type | UnionType] = {
     "text": TextChunk,
@@ -49,12 +51,19 @@ class StageRun:
     """One request's run; ``go`` fills the outbox and closes it."""
 
     def __init__(
-        self, parts: StageParts, envelope: Envelope, end: ProducerEnd | None, trace: RunTrace | None = None
+        self,
+        parts: StageParts,
+        envelope: Envelope,
+        end: ProducerEnd | None,
+        trace: RunTrace | None = None,
+        local: Window | None = None,
     ) -> None:
+        """``end``: of a stream that may carry refs. ``local``: the window of one that stays in this process."""
         self._parts = parts
         self._envelope = envelope
         self._part: PlanStage = envelope.plan.stage(parts.stage.name)
         self._end = end
+        self._window = end if local is None else local
         self._texts = {name for kind, name in envelope.plan.outputs if kind != "audio"}
         self._finals = {name: _FINAL_CHUNKS[kind] for kind, name in envelope.plan.outputs}
         self.watch = Watch(frame_rate=parts.engine.frame_rate())
@@ -64,7 +73,8 @@ class StageRun:
         self.cut_off = False
         self._refs: list[weakref.ref[OutputEvent]] = []  # weak: an event that was sent and read is gone
         self.refs_travel = end is not None or any(envelope.plan.stage(name).by_reference for name in self._part.calls)
-        self.outbox = Outbox(parts.streaming.coalesce_ms, announced=bool(envelope.resume))
+        coalesce_ms = parts.streaming.coalesce_ms if local is None else 0
+        self.outbox = Outbox(coalesce_ms, announced=bool(envelope.resume))
         self._trace = trace
 
     async def go(self) -> None:
@@ -172,17 +182,24 @@ class StageRun:
     async def _send(self, stage: str, output: Output) -> None:
         if not self._wanted(stage, output):
             return
-        if self._end is not None and large(output, self._parts.streaming.inline_bytes):
+        if self._window is not None and large(output, self._parts.streaming.inline_bytes):
             if stage not in self._texts:
-                await self._end.acquire(output.rows.nbytes)
+                await self._window.acquire(output.rows.nbytes)
             else:  # waiting would delay the text that comes after it; max_tokens bounds what can pile up
-                self._end.note(output.rows.nbytes)
-            event = await store_output(stage, output)
-            self._refs.append(weakref.ref(event))
-            self._put(event)
+                self._window.note(output.rows.nbytes)
+            await self._send_large(stage, output)
         else:
             for piece in pieces_of(output):
                 self.outbox.put(OutputEvent(stage, piece))
+
+    async def _send_large(self, stage: str, output: LatentChunk) -> None:
+        """Send a latent that counts in the window: behind a ref, or as it is if it stays in this process."""
+        if self._end is None:
+            self.outbox.put(OutputEvent(stage, output))
+            return
+        event = await store_output(stage, output)
+        self._refs.append(weakref.ref(event))
+        self._put(event)
 
     def _put(self, event: OutputEvent) -> None:
         """Send an event that may hold a ref; only what is next to go out may be held, so nothing comes between."""
@@ -196,7 +213,7 @@ class StageRun:
             return True
         return stage in self._finals and isinstance(output, Finish | self._finals[stage])
 
-    async def _pump(self, client: StageClient) -> None:
+    async def _pump(self, client: Client) -> None:
         """Take one upstream stream apart: what feeds this stage into queues, what is wanted further down outwards."""
         await self._inputs.asked.wait()
         async with aclosing(client.stream(self._envelope, self._trace)) as stream:
@@ -207,17 +224,25 @@ class StageRun:
                 elif isinstance(received.event, RecordEvent):
                     self.outbox.put(received.event)
                 elif isinstance(received.event, OutputEvent):
-                    self._pass_on(received.event, received)
+                    await self._pass_on(received.event, received)
         if self._unfinished & self._envelope.plan.upstream(client.stage):
             raise StageFailedError(f"the stream of stage {client.stage} ended without a finish")
 
-    def _pass_on(self, event: OutputEvent, received: Received) -> None:
+    async def _pass_on(self, event: OutputEvent, received: Received) -> None:
         if event.ref is not None:
             self._refs.append(weakref.ref(event))
         if self._wanted(event.stage, event.output):
-            if self._end is not None:
-                self._end.note(event.ref_bytes)
-            self._put(event)
+            if (
+                self._window is not None
+                and event.ref is None
+                and large(event.output, self._parts.streaming.inline_bytes)
+            ):
+                self._window.note(event.output.rows.nbytes)  # it was made in this process
+                await self._send_large(event.stage, event.output)
+            else:
+                if self._end is not None:
+                    self._end.note(event.ref_bytes)
+                self._put(event)
         elif self._envelope.records and recordable(event.output):
             self.outbox.put(RecordEvent(event.stage, event.output))
         if event.stage in self._inputs.sources and isinstance(event.output, Finish):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,7 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """One deployment: what its replicas say, or why they do not; ``status`` in Serve's words."""
+    """One stage: what its replicas say, or why they do not; ``status`` of its deployment in Serve's words."""
 
     name: str
     status: str
@@ -78,11 +79,11 @@ def look(application: str | None) -> list[AppView]:
 
 
 def _view(name: str, status: ApplicationStatusOverview) -> AppView:
-    stages = {stage: overview for stage, overview in status.deployments.items() if stage != "ingress"}
-    with ThreadPoolExecutor(len(stages) + 1) as pool:
+    deployments = {known: overview for known, overview in status.deployments.items() if known != "ingress"}
+    with ThreadPoolExecutor(len(deployments) + 1) as pool:
         alive = pool.submit(_ask, "ingress", name, "active")
-        asked = [pool.submit(_stage, stage, name, overview) for stage, overview in stages.items()]
-        views = tuple(future.result() for future in asked)
+        asked = [pool.submit(_stages, known, name, overview) for known, overview in deployments.items()]
+        views = tuple(view for future in asked for view in future.result())
         try:
             counts = tuple(alive.result())
         except Exception:  # an application that is starting, or is not ours, has no ingress to ask
@@ -90,12 +91,17 @@ def _view(name: str, status: ApplicationStatusOverview) -> AppView:
     return AppView(name, status.status.value, counts, views)
 
 
-def _stage(stage: str, application: str, overview: DeploymentStatusOverview) -> StageView:
+def _stages(deployment: str, application: str, overview: DeploymentStatusOverview) -> list[StageView]:
+    """The stages that share the deployment's processes; usually one."""
     try:
-        states = tuple(_ask(stage, application, "state"))
+        answers: list[list[StageState]] = _ask(deployment, application, "state")
     except Exception as error:  # whatever keeps it from answering is what there is to see
-        return StageView(stage, overview.status.value, (), type(error).__name__)
-    return StageView(stage, overview.status.value, states)
+        return [StageView(deployment, overview.status.value, (), type(error).__name__)]
+    stages: dict[str, list[StageState]] = {}
+    for state in chain.from_iterable(answers):
+        stages.setdefault(state.stage, []).append(state)
+    stages = stages or {deployment: []}
+    return [StageView(stage, overview.status.value, tuple(states)) for stage, states in stages.items()]
 
 
 def _ask(deployment: str, application: str, method: str) -> list[Any]:

@@ -155,8 +155,8 @@ class TestKeys:
         [
             (
                 "stage: {}",
-                "F: stage: unknown key 'stage'; did you mean 'stages'? known: async_chunk, ingress, load_format, "
-                "model, observe, pipeline, served_model_name, stages, streaming, variant",
+                "F: stage: unknown key 'stage'; did you mean 'stages'? known: async_chunk, colocate, ingress, "
+                "load_format, model, observe, pipeline, served_model_name, stages, streaming, variant",
             ),
             (
                 "stages: {talker: {engin: {}}}",

@@ -107,8 +107,9 @@ def test_tensor_parallelism_places_the_replica():
     """One bundle with all GPUs: the group of a replica is where its workers run."""
     app = resolve("qwen3_omni", AppArgs(deploy_config=config(tensor_parallel_size=2)))
     thinker = next(spec for spec in app.stages if spec.stage == "thinker")
-    assert thinker.derived.num_gpus == 2
-    assert thinker.derived.serve["placement_group_bundles"] == [{"CPU": 0.1, "GPU": 2.0}]
+    (derived,) = [d.derived for d in app.deployments if d.name == "thinker"]
+    assert derived.num_gpus == 2
+    assert derived.serve["placement_group_bundles"] == [{"CPU": 0.1, "GPU": 2.0}]
     assert (thinker.engine_path, thinker.model_arch) == (
         "omni_ray.engine.vllm_engine:VLLMEngine",
         "Qwen3OmniThinkerVLLM",

@@ -80,7 +80,7 @@ def test_one_rayservice_on_cpu_one_gpu_and_several() -> None:
     }
     assert gpus == {"voice-chat": 0, "qwen3-omni": 1, "qwen3-omni-stages": 6}
     (app,) = resolved_apps(services["qwen3-omni-stages"])
-    where = {s.stage: s.derived.serve["ray_actor_options"]["label_selector"]["omni-group"] for s in app.stages}
+    where = {d.name: d.derived.serve["ray_actor_options"]["label_selector"]["omni-group"] for d in app.deployments}
     assert where == {stage: stage for stage in where}, "each stage has a group of its own name"
     assert {name for name, _ in groups(cluster_of(services["qwen3-omni-stages"]))} == {"head", "ingress", *where}
 

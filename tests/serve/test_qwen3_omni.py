@@ -245,13 +245,26 @@ async def test_more_than_300_frames(serving: Serving, tiny: Path) -> None:
 
 async def test_whole_inputs_give_the_same_samples(serving: Serving, tiny: Path) -> None:
     """``async_chunk: false``: the talker waits for all text, and says the same."""
-    pcm = {}
-    for chunked in (True, False):
-        app = serving("qwen3_omni", {**config(tiny, 1), "async_chunk": chunked})
-        async with app.async_client(timeout=120) as client:
-            messages = messages_of(CHATS["text"])
-            pcm[chunked] = heard(parse_sse((await client.post("/v1/chat/completions", json=body(messages))).text))
-    assert pcm[True] == pcm[False]
+    assert await said(serving, config(tiny, 1)) == await said(serving, {**config(tiny, 1), "async_chunk": False})
+
+
+async def said(serving: Serving, config: dict[str, Any]) -> tuple[bytes, str]:
+    """Sound and text of one chat."""
+    async with serving("qwen3_omni", config).async_client(timeout=120) as client:
+        messages = messages_of(CHATS["text"])
+        return heard(parse_sse((await client.post("/v1/chat/completions", json=body(messages))).text))
+
+
+async def test_one_process_gives_the_same_samples(
+    serving: Serving, tiny: Path, references: dict[str, Reference]
+) -> None:
+    """``colocate``: talker and code2wav share a process and its torch: the very bytes alone, upstream's in a crowd."""
+    together = {**config(tiny, 1), "colocate": ["talker", "code2wav"]}
+    assert await said(serving, config(tiny, 1)) == await said(serving, together)
+    async with serving("qwen3_omni", together).async_client(timeout=120) as client:
+        asked = (client.post("/v1/chat/completions", json=body(references[kind].messages)) for kind in KINDS)
+        for kind, response in zip(KINDS, await asyncio.gather(*asked), strict=True):
+            check(references[kind], *heard(parse_sse(response.text)))
 
 
 async def test_short_and_ended_answers(serving: Serving, tiny: Path, references: dict[str, Reference]) -> None:

@@ -35,7 +35,7 @@ def stage(name: str, deployment: dict[str, Any] | None = None, engine: dict[str,
 
 
 def derived(resolved: ResolvedApp, name: str) -> ServeOptions:
-    return next(s.derived for s in resolved.stages if s.stage == name)
+    return next(d.derived for d in resolved.deployments if d.name == name)
 
 
 def problems(config: dict[str, Any] | str) -> list[str]:
@@ -56,8 +56,9 @@ class TestDerived:
         resolved = resolve(name, AppArgs())
         assert [s.stage for s in resolved.stages] == [s.name for s in load_pipeline(name).topological()]
         assert resolved.ingress.model_name == name
+        for spec in resolved.deployments:
+            assert resolved.calls(spec) <= {s.stage for s in resolved.stages}
         for spec in resolved.stages:
-            assert resolved.calls(spec.stage) <= {s.stage for s in resolved.stages}
             assert isinstance(spec.engine_options, engine_options(resolved.pipeline.stage(spec.stage)))
 
     @pytest.mark.parametrize("name", sorted(OMNI_PIPELINES))
@@ -67,7 +68,7 @@ class TestDerived:
         class Nothing: ...
 
         resolved = resolve(name, AppArgs())
-        for options in [*(s.derived for s in resolved.stages), resolved.ingress.derived]:
+        for options in [*(d.derived for d in resolved.deployments), resolved.ingress.derived]:
             serve.deployment(Nothing, name="x", **options.serve)
 
     def test_ray_serve_accepts_everything_that_can_be_said(self):
@@ -95,9 +96,9 @@ class TestDerived:
 
     def test_grace_outlives_the_longest_stream(self):
         """Design 6: grace = max_audio_seconds + 30 s; with Serve's default of 20 s an upgrade cuts speech (C70)."""
-        assert {s.derived.graceful_shutdown_timeout_s for s in app().stages} == {330}
+        assert {d.derived.graceful_shutdown_timeout_s for d in app().deployments} == {330}
         resolved = app(ingress={"max_audio_seconds": 12.5})
-        assert {s.derived.graceful_shutdown_timeout_s for s in resolved.stages} == {math.ceil(42.5)}
+        assert {d.derived.graceful_shutdown_timeout_s for d in resolved.deployments} == {math.ceil(42.5)}
         assert app(ingress={"grace_s": 2}).ingress.derived.serve["graceful_shutdown_timeout_s"] == 2
 
     @pytest.mark.parametrize("ingress", [{}, {"num_replicas": 3}, {"autoscaling_config": {"max_replicas": 4}}])
@@ -106,13 +107,13 @@ class TestDerived:
         """A stage takes more than all ingress replicas together may admit; only the engine's queue is bounded."""
         resolved = app(ingress={"max_concurrent_requests": admitted, "deployment": ingress})
         replicas = resolved.ingress.derived.num_replicas
-        for spec in resolved.stages:
+        for spec in resolved.deployments:
             assert spec.derived.max_ongoing_requests > admitted * replicas
             assert "max_queued_requests" not in spec.derived.serve
         assert resolved.ingress.derived.max_ongoing_requests > admitted, "or Serve would queue what should be a 503"
 
     def test_cpu_stages_are_small_and_have_no_placement_group(self):
-        for options in [*(s.derived for s in app().stages), app().ingress.derived]:
+        for options in [*(d.derived for d in app().deployments), app().ingress.derived]:
             assert options.serve["ray_actor_options"] == {"num_cpus": 0.1, "num_gpus": 0}
             assert "placement_group_bundles" not in options.serve
 
@@ -128,7 +129,7 @@ class TestDerived:
 
     def test_who_calls_whom(self):
         resolved = app()
-        assert {s.stage: set(resolved.calls(s.stage)) for s in resolved.stages} == {
+        assert {d.name: set(resolved.calls(d)) for d in resolved.deployments} == {
             "thinker": set(), "talker": {"thinker"}, "code2wav": {"talker"},
         }  # fmt: skip
 
