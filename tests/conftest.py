@@ -25,6 +25,7 @@ os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
 # Ray's default of 15 leaves replicas 3 % of a core that anything else wants, and nothing of theirs happens in time;
 # and Serve kills a proxy that takes more than 5 s to start
 os.environ.update(RAY_worker_niceness="0", RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60")
+os.environ.update(RAY_metrics_report_interval_ms="2000")  # 10 s by default, and tests of metrics wait for several
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what runs in its background so, and the commands under test would inherit it and never stop
@@ -44,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 MAX_APPS = 3
 """Applications kept alive at once: every replica is a process of some 90 MB."""
+STARTED: list[str] = []
+"""Applications of this session. Each start takes seconds; tests that share one should stand together."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if STARTED:
+        terminalreporter.write_line(f"{len(STARTED)} applications were started")
+
+
 PATIENCE_S = 60
 """How long tests wait for what takes two seconds on a quiet machine; waiting ends as soon as it is so."""
 
@@ -222,6 +232,12 @@ def serving(cluster: str) -> Serving:
 
     alive: dict[str, Served] = {}
 
+    def runs(name: str) -> bool:
+        time.sleep(0.2)
+        found = serve.status().applications[name]
+        assert found.status != "DEPLOY_FAILED", found.message
+        return found.status == "RUNNING"
+
     def start(pipeline: str, config: dict[str, Any] | None = None) -> Served:
         config = {**(config or {})}
         config["ingress"] = {"grace_s": 2, **config.get("ingress", {})}
@@ -231,10 +247,14 @@ def serving(cluster: str) -> Serving:
             alive[key].rest()
             return alive[key]
         while len(alive) >= MAX_APPS:
-            serve.delete(alive.pop(next(iter(alive))).name)
-        name = f"{pipeline}_{abs(hash(key)) % 10**8}"
+            serve.delete(alive.pop(next(iter(alive))).name, _blocking=False)
+        name = f"{pipeline}_{len(STARTED)}"  # never one that is still leaving
+        STARTED.append(name)
         app = resolve(pipeline, AppArgs(deploy_config=config))
-        serve.run(bind(app), name=name, route_prefix=f"/{name}")
+        target = serve.RunTarget(bind(app), name, f"/{name}")
+        # serve.run would look once a second
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        wait_until(lambda: runs(name), 4 * PATIENCE_S)
         deployments = {stage.stage: d.name for d in app.deployments for stage in d.stages}
         alive[key] = Served(name, f"{cluster}/{name}", deployments)
         alive[key].rest()
