@@ -143,6 +143,40 @@ async def test_text_only_never_calls_the_talker(serving: Serving) -> None:
     assert [sum(s.started for s in app.states(stage)) for stage in ("talker", "code2wav")] == before
 
 
+async def test_one_message_per_chunk_and_hop(serving: Serving) -> None:
+    """A handle hop adds at most one message per chunk: events are coalesced, the first one goes at once."""
+    app: Served = serving("ramp", config(25, 1))
+    text = " ".join(["word"] * 200)
+    sent = {stage: sum(s.messages for s in app.states(stage)) for stage in ("talker", "code2wav")}
+    async with app.async_client() as client:
+        assert await ask_speech(client, text) == oracle.pcm(text)
+    frames = 600
+    sent = {stage: sum(s.messages for s in app.states(stage)) - n for stage, n in sent.items()}
+    assert sent["code2wav"] <= frames / 25 + 2
+    assert sent["talker"] <= frames / 25 + 2
+
+
+async def test_sound_arrives_as_it_is_made(serving: Serving) -> None:
+    """C35: with 200 ms for each of nine chunks the first sound comes long before half of the time, then one by one."""
+    app = serving("ramp", config(4, 2))
+    text = " ".join(["w"] * 11)
+    slow = speech(text, ramp={"code2wav": {"delay_ms": 200}})
+    loop = asyncio.get_running_loop()
+    async with app.async_client() as client:
+        started, arrivals, pcm = loop.time(), [], b""
+        async with client.stream("POST", "/v1/audio/speech", json=slow) as response:
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["x-accel-buffering"] == "no"
+            async for piece in response.aiter_raw():
+                arrivals.append(loop.time() - started)
+                pcm += piece
+    assert pcm == oracle.pcm(text)
+    assert len(arrivals) >= 8
+    assert arrivals[0] < arrivals[-1] / 2
+    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
+    assert sorted(gaps)[len(gaps) // 2] > 0.1, "chunks were collected and sent together"
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (3, 7)])
 async def test_deficit_and_lookahead_lose_no_sample(serving: Serving, size: tuple[int, int]) -> None:
     """C19, C21: windows that come back 555 samples short cost 555 samples once, for every length of text."""
@@ -160,36 +194,3 @@ async def test_async_chunk_off_gives_the_same_bytes(serving: Serving) -> None:
     app = serving("ramp", {"async_chunk": False})
     async with app.async_client() as client:
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
-
-
-async def test_one_message_per_chunk_and_hop(serving: Serving) -> None:
-    """A handle hop adds at most one message per chunk: events are coalesced, the first one goes at once."""
-    app: Served = serving("ramp", config(25, 1))
-    text = " ".join(["word"] * 200)
-    sent = {stage: sum(s.messages for s in app.states(stage)) for stage in ("talker", "code2wav")}
-    async with app.async_client() as client:
-        assert await ask_speech(client, text) == oracle.pcm(text)
-    frames = 600
-    sent = {stage: sum(s.messages for s in app.states(stage)) - n for stage, n in sent.items()}
-    assert sent["code2wav"] <= frames / 25 + 2
-    assert sent["talker"] <= frames / 25 + 2
-
-
-async def test_sound_arrives_as_it_is_made(serving: Serving) -> None:
-    """C35: with 200 ms for each of eight chunks the first sound comes long before half of the time, then one by one."""
-    app = serving("ramp", {"stages": {"code2wav": {"engine": {"chunk_frames": [3], "faults": {"delay_ms": 200}}}}})
-    text = " ".join(["w"] * 8)
-    loop = asyncio.get_running_loop()
-    async with app.async_client() as client:
-        started, arrivals, pcm = loop.time(), [], b""
-        async with client.stream("POST", "/v1/audio/speech", json=speech(text)) as response:
-            assert response.headers["cache-control"] == "no-cache"
-            assert response.headers["x-accel-buffering"] == "no"
-            async for piece in response.aiter_raw():
-                arrivals.append(loop.time() - started)
-                pcm += piece
-    assert pcm == oracle.pcm(text)
-    assert len(arrivals) >= 8
-    assert arrivals[0] < arrivals[-1] / 2
-    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
-    assert sorted(gaps)[len(gaps) // 2] > 0.1, "chunks were collected and sent together"
