@@ -232,15 +232,38 @@ async def test_streams_equal_upstream(
     await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()))
 
 
-async def test_more_than_300_frames(serving: Serving, tiny: Path) -> None:
-    """Upstream's own ``chunked_decode`` loses samples beyond 300 frames; ours equals one call."""
-    frames = 320
-    app = serving("qwen3_omni", config(tiny, 1, frames, base_frames=400))
-    reference = make_references(tiny, ("text",), frames)["text"]
-    assert len(reference.samples) == 1920 * frames - 555
+async def test_short_and_ended_answers(serving: Serving, tiny: Path, references: dict[str, Reference]) -> None:
+    """C52, C57, C23: one token, two tokens, a cut talker; one finish reason after everything, one end."""
+    app = serving("qwen3_omni", config(tiny, 1))
     async with app.async_client(timeout=120) as client:
+        for tokens in (1, 2, 5):
+            response = await client.post(
+                "/v1/chat/completions", json=body(references["text"].messages, max_tokens=tokens)
+            )
+            chunks = parse_sse(response.text)
+            reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]]
+            assert reasons == ["length"]
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            assert references["text"].text.startswith(heard(chunks)[1])
+        zero = await client.post("/v1/chat/completions", json=body(references["text"].messages, max_tokens=0))
+        assert zero.status_code == 400
+
+
+async def test_a_killed_talker_under_load(serving: Serving, tiny: Path, references: dict[str, Reference]) -> None:
+    """Two talkers, not deterministic; one dies. Its requests go on in the other one, and every answer is right."""
+    app = serving("qwen3_omni", config(tiny, 2))
+    reference = references["text"]
+
+    async def ask(client: Any) -> None:
         response = await client.post("/v1/chat/completions", json=body(reference.messages))
         check(reference, *heard(parse_sse(response.text)))
+
+    async with app.async_client(timeout=120) as client:
+        running = [asyncio.create_task(ask(client)) for _ in range(8)]
+        await asyncio.to_thread(wait_until, lambda: sum(s.ongoing for s in app.states("talker")) > 3)
+        os.kill(app.pids("talker")[0], signal.SIGKILL)
+        await asyncio.gather(*running)
+        await ask(client)
 
 
 async def test_whole_inputs_give_the_same_samples(serving: Serving, tiny: Path) -> None:
@@ -267,21 +290,16 @@ async def test_one_process_gives_the_same_samples(
             check(references[kind], *heard(parse_sse(response.text)))
 
 
-async def test_short_and_ended_answers(serving: Serving, tiny: Path, references: dict[str, Reference]) -> None:
-    """C52, C57, C23: one token, two tokens, a cut talker; one finish reason after everything, one end."""
-    app = serving("qwen3_omni", config(tiny, 1))
+async def test_more_than_300_frames(serving: Serving, tiny: Path) -> None:
+    """Upstream's own ``chunked_decode`` loses samples beyond 300 frames; ours equals one call."""
+    frames = 304
+    app = serving("qwen3_omni", config(tiny, 1, frames, base_frames=400))
     async with app.async_client(timeout=120) as client:
-        for tokens in (1, 2, 5):
-            response = await client.post(
-                "/v1/chat/completions", json=body(references["text"].messages, max_tokens=tokens)
-            )
-            chunks = parse_sse(response.text)
-            reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]]
-            assert reasons == ["length"]
-            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-            assert references["text"].text.startswith(heard(chunks)[1])
-        zero = await client.post("/v1/chat/completions", json=body(references["text"].messages, max_tokens=0))
-        assert zero.status_code == 400
+        asked = client.post("/v1/chat/completions", json=body(messages_of(CHATS["text"])))
+        made = asyncio.to_thread(make_references, tiny, ("text",), frames)
+        response, references = await asyncio.gather(asked, made)
+    assert len(references["text"].samples) == 1920 * frames - 555
+    check(references["text"], *heard(parse_sse(response.text)))
 
 
 async def test_a_seed_gives_the_same_bytes_alone_and_in_a_crowd(serving: Serving, tiny: Path) -> None:
@@ -308,28 +326,37 @@ async def test_a_seed_gives_the_same_bytes_alone_and_in_a_crowd(serving: Serving
         assert await ask(client, "Hello, how are you today?", 8) != alone
 
 
+LONG_FRAMES = 90
+LONG_ANSWER = body([{"role": "user", "content": "Hello, how are you today?"}], seed=11, temperature=1.0, max_tokens=60)
+
+
 @pytest.fixture(scope="module")
 def exact(tiny: Path) -> dict[str, Any]:
     """Deterministic engines, sampled; long enough to be killed in mid-stream."""
-    deploy = config(tiny, 1, frames=150, base_frames=200, deterministic=True)
+    deploy = config(tiny, 1, LONG_FRAMES, base_frames=200, deterministic=True)
     deploy["stages"]["thinker"]["engine"]["deterministic"] = True
     deploy["stages"]["code2wav"] = {"engine": {"deterministic": True, "max_num_seqs": 17, "chunk_frames": [4]}}
-    deploy["stages"]["talker"]["sampling"] = {"temperature": 0.9, "top_k": 50, "max_tokens": 150}
+    deploy["stages"]["talker"]["sampling"] = {"temperature": 0.9, "top_k": 50, "max_tokens": LONG_FRAMES}
     return deploy
 
 
+@pytest.fixture(scope="module")
+def undisturbed(serving: Serving, exact: dict[str, Any]) -> tuple[bytes, str]:
+    with serving("qwen3_omni", exact).client(timeout=200) as client:
+        expected = heard(parse_sse(client.post("/v1/chat/completions", json=LONG_ANSWER).text))
+    assert len(expected[0]) == 2 * (LONG_FRAMES * 1920 - 555)
+    return expected
+
+
 @pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
-async def test_a_stream_outlives_a_stage(serving: Serving, exact: dict[str, Any], stage: str) -> None:
+async def test_a_stream_outlives_a_stage(
+    serving: Serving, exact: dict[str, Any], undisturbed: tuple[bytes, str], stage: str
+) -> None:
     """kill -9 in mid-stream: the sampled, seeded answer has the bytes and the words of an undisturbed one."""
     app = serving("qwen3_omni", exact)
-    messages = [{"role": "user", "content": "Hello, how are you today?"}]
-    asked = body(messages, seed=11, temperature=1.0, max_tokens=60)
     async with app.async_client(timeout=200) as client:
-        whole = await client.post("/v1/chat/completions", json=asked)
-        expected = heard(parse_sse(whole.text))
-        assert len(expected[0]) == 2 * (150 * 1920 - 555)
         received, killed = "", False
-        async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        async with client.stream("POST", "/v1/chat/completions", json=LONG_ANSWER) as response:
             async for text in response.aiter_text():
                 received += text
                 if not killed and received.count('"data"') >= 3:
@@ -338,21 +365,4 @@ async def test_a_stream_outlives_a_stage(serving: Serving, exact: dict[str, Any]
                         os.kill(pid, signal.SIGKILL)
         assert killed
         assert "[DONE]" in received
-        assert heard(parse_sse(received)) == expected
-
-
-async def test_a_killed_talker_under_load(serving: Serving, tiny: Path, references: dict[str, Reference]) -> None:
-    """Two talkers, not deterministic; one dies. Its requests go on in the other one, and every answer is right."""
-    app = serving("qwen3_omni", config(tiny, 2))
-    reference = references["text"]
-
-    async def ask(client: Any) -> None:
-        response = await client.post("/v1/chat/completions", json=body(reference.messages))
-        check(reference, *heard(parse_sse(response.text)))
-
-    async with app.async_client(timeout=120) as client:
-        running = [asyncio.create_task(ask(client)) for _ in range(8)]
-        await asyncio.to_thread(wait_until, lambda: sum(s.ongoing for s in app.states("talker")) > 3)
-        os.kill(app.pids("talker")[0], signal.SIGKILL)
-        await asyncio.gather(*running)
-        await ask(client)
+        assert heard(parse_sse(received)) == undisturbed
