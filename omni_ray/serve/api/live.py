@@ -118,9 +118,9 @@ class LiveResponse(Response):
 class _Writer:
     """Sends pieces, and comment lines while there are none.
 
-    Where the server sees that the client does not read, a send waits: so the stream is braked, all the way up to the
-    engine, and given up after ``timeout_s`` (C37). A long piece goes out in blocks: a client that takes some is not
-    stalled.
+    Where the server sees that the client does not read, a send waits: so the stream is braked, and given up after
+    ``timeout_s`` (C37). What its stages make meanwhile waits in them. A long piece goes out in blocks: a client that
+    takes some is not stalled.
     """
 
     def __init__(self, send: Send, timeout_s: float) -> None:
