@@ -65,7 +65,12 @@ class LocalDispatcher:
         return nullcontext()
 
     async def stream(
-        self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
+        self,
+        request: Request,
+        plan: Plan,
+        clips: Sequence[AudioClip] = (),
+        traceparent: str | None = None,
+        waited_s: float = 0.0,
     ) -> AsyncGenerator[OutputEvent, None]:
         envelope = Envelope(request, plan, await store_clips(clips, 2**40), traceparent)
         async with aclosing(self._clients[plan.trunk].stream(envelope)) as stream:

@@ -60,9 +60,9 @@ class Patience:
         spent_s: from the last sign of life to the end of an attempt, or of a wait, that came to nothing, summed up.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, spent_s: float = 0.0) -> None:
         self.seconds = seconds
-        self.spent_s = 0.0
+        self.spent_s = spent_s
         self._since = time.monotonic()
 
     @property

@@ -105,9 +105,21 @@ class Dispatcher:
             self._active -= 1
 
     async def stream(
-        self, request: Request, plan: Plan, clips: Sequence[Clip] = (), traceparent: str | None = None
+        self,
+        request: Request,
+        plan: Plan,
+        clips: Sequence[Clip] = (),
+        traceparent: str | None = None,
+        waited_s: float = 0.0,
     ) -> AsyncGenerator[OutputEvent, None]:
         """Outputs of the plan's final stages, as they come; a replica that dies is survived as ``Attempts`` says.
+
+        Args:
+            request: what is asked for.
+            plan: of ``plan``.
+            clips: the request's media.
+            traceparent: W3C trace context, or None.
+            waited_s: what the client has already waited for another ingress replica; counts as ``recovery_wait_s``.
 
         Raises:
             NotReadyError: a stage that it needs was never up yet, or is not back in time; nothing was shown.
@@ -115,8 +127,9 @@ class Dispatcher:
             StageFailedError: and its kinds, at any time.
         """
         silence = max(self._streaming.first_chunk_timeout_s, self._streaming.idle_timeout_s)
-        patience = Patience(silence + self.config.recovery_wait_s)
-        await self._up(plan.names())
+        recovery = self.config.recovery_wait_s
+        patience = Patience(silence + recovery, spent_s=min(waited_s, recovery))
+        await self._up(plan.names(), recovery - patience.spent_s)
         patience.spend()
         if self._log_content:
             log_content(request)
@@ -166,7 +179,7 @@ class Dispatcher:
         """An HTTP request is over; see ``monitoring.metrics.REQUESTS``."""
         self._meters.request_ended(route, outcome, seconds)
 
-    async def _up(self, stages: Collection[str]) -> None:
+    async def _up(self, stages: Collection[str], recovery_wait_s: float) -> None:
         """Return when each of ``stages`` has answered this ingress replica once.
 
         A new replica of a running application knows within moments. Later a stage may lose all its replicas again: then
@@ -179,7 +192,7 @@ class Dispatcher:
         began = loop.time()
         while waiting := self._pings.unmet(stages):
             was_up = self._pings.was_ready
-            limit = max(FIRST_PING_S, self.config.recovery_wait_s) if was_up else FIRST_PING_S
+            limit = max(FIRST_PING_S, recovery_wait_s) if was_up else FIRST_PING_S
             if (left := began + limit - loop.time()) <= 0:
                 said = "waiting for" if was_up else "starting: waiting for"
                 raise NotReadyError(f"{said} {', '.join(waiting)}", retry_after_s=COME_AGAIN_S)

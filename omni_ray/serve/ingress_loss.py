@@ -9,6 +9,7 @@ HAProxy mode has no such place: see ``haproxy.py`` for what it does instead; str
 """
 
 import logging
+import time
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from omni_ray.errors import NotReadyError, ReplicaDiedError
 from omni_ray.serve.api import sse
 from omni_ray.serve.api.errors import error_body, error_response
+from omni_ray.serve.api.request_log import WAITED
 
 logger = logging.getLogger("ray.serve")
 
@@ -50,11 +52,15 @@ class IngressLoss:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):
             await self._app(scope, receive, send)
             return
+        began = time.monotonic()
         body = _Body(receive)
         for again in (False, True):
             answer = _Answer(send)
+            headers = [header for header in scope["headers"] if header[0] != WAITED.encode()]
+            if again:
+                headers.append((WAITED.encode(), f"{time.monotonic() - began:.3f}".encode()))
             # a copy of the scope: layers below add headers to theirs
-            await self._app({**scope, "headers": list(scope["headers"])}, body.replayed(), answer.send)
+            await self._app({**scope, "headers": headers}, body.replayed(), answer.send)
             if answer.ended or body.client_left:
                 return
             if answer.begun or again or not body.kept:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from omni_ray.serve.api.request_log import WAITED
 from omni_ray.serve.ingress_loss import REPLAY_BYTES, IngressLoss, middlewares
 
 Dies = Callable[[Send], Any]
@@ -25,6 +26,7 @@ class Proxy:
     def __init__(self, *deaths: list[Message]) -> None:
         self._deaths = list(deaths)
         self.bodies: list[bytes] = []
+        self.waited: list[list[float]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, more = b"", True
@@ -35,6 +37,7 @@ class Proxy:
             body += message["body"]
             more = message["more_body"]
         self.bodies.append(body)
+        self.waited.append([float(value) for name, value in scope["headers"] if name == WAITED.encode()])
         scope["headers"].append((b"x-request-id", b"made below"))
         assert sum(name == b"x-request-id" for name, _ in scope["headers"]) == 1
         if self._deaths:
@@ -54,13 +57,22 @@ async def ask(proxy: Proxy, body: bytes = b"{}", path: str = "/app/v1/chat/compl
     app = wrapping.cls(proxy)
     assert isinstance(app, IngressLoss)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-        return await client.post(path, content=body)
+        return await client.post(path, content=body, headers={WAITED: "1000.000"})
 
 
 async def test_an_answer_that_has_not_begun_is_made_once_more() -> None:
     proxy = Proxy([])
     assert (await ask(proxy, b"as it was")).content == b"right"
     assert proxy.bodies == [b"as it was"] * 2
+
+
+async def test_the_second_replica_knows_how_long_the_client_has_waited() -> None:
+    """A replica on a frozen node took half a minute of it; the next one must not begin from nought (chaos run)."""
+    proxy = Proxy([])
+    await ask(proxy)
+    first, (second,) = proxy.waited
+    assert first == [], "what a client says of itself"
+    assert 0 <= second < 30
 
 
 @pytest.mark.parametrize(("deaths", "body"), [(2, b"x"), (1, b"x" * (REPLAY_BYTES + 1))])

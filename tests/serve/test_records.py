@@ -270,6 +270,22 @@ async def test_no_room_is_waited_for_only_in_mid_stream(monkeypatch: pytest.Monk
         await attempts.wait(full)
 
 
+async def test_all_silences_together_are_bounded() -> None:
+    """Each attempt was short of its deadline; one request hung for over a minute (chaos run)."""
+    attempts = begun(max_takeovers=9)
+    opened(attempts, "a")
+    attempts.take(SOUND)
+    for _ in range(2):
+        attempts.patience.renew()  # the next replica speaks; that gives no second back
+        await asyncio.sleep(0.4)
+        attempts.again(DIED)
+        assert attempts.patience.left_s > 0
+    attempts.patience.renew()
+    await asyncio.sleep(0.4)
+    with pytest.raises(ReplicaDiedError):
+        attempts.again(DIED)
+
+
 async def test_usage_counts_once() -> None:
     attempts = begun()
     opened(attempts, "a")

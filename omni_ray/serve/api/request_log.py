@@ -20,6 +20,9 @@ from omni_ray.serve.logs import log_request
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _STATE = "omni_ray_request"
+_SECONDS = re.compile(r"\d{1,5}\.\d{3}")
+WAITED = "x-omni-ray-waited"
+"""Request header of ``ingress_loss``: seconds that the client has already waited for a replica that died."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class RequestInfo:
         request_id: made here; the client's own id is never used inside.
         client_id: the client's ``x-request-id`` if it is harmless; echoed instead of ours.
         traceparent: W3C trace context, or None.
+        waited_s: what another ingress replica had of the client's patience before it died.
         api_key: the key's name, set by the key check.
         served_s: what its key had been served before it, see ``Shares``.
         status: 0 until the status line is sent. refused: it told the client to come back later.
@@ -41,6 +45,7 @@ class RequestInfo:
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     client_id: str | None = None
     traceparent: str | None = None
+    waited_s: float = 0.0
     api_key: str = ANONYMOUS
     served_s: float = 0.0
     status: int = 0
@@ -75,6 +80,7 @@ class RequestLog:
         info = RequestInfo(
             client_id=_matching(_CLIENT_ID, headers.get("x-request-id")),
             traceparent=_matching(_TRACEPARENT, headers.get("traceparent")),
+            waited_s=float(_matching(_SECONDS, headers.get(WAITED)) or 0),
         )
         scope = {**scope, "state": {**scope.get("state", {}), _STATE: info}}
         log_request(info.request_id)

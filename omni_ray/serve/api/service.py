@@ -70,7 +70,7 @@ class Service:
         self, request: Request, plan: Plan, info: RequestInfo, clips: Sequence[Clip] = ()
     ) -> AsyncGenerator[OutputEvent, None]:
         """The request's events; ``StageTimeoutError`` if a kind of output falls silent."""
-        events = self.dispatcher.stream(request, plan, clips, info.traceparent)
+        events = self.dispatcher.stream(request, plan, clips, info.traceparent, info.waited_s)
         return watched(events, plan, self.dispatcher.config.idle_timeout_s)
 
     def takes_messages(self) -> bool:

@@ -174,6 +174,7 @@ class FakeDispatcher:
         self.clips: list[tuple[AudioClip, ...]] = []
         self.plans: list[Plan] = []
         self.traceparents: list[str | None] = []
+        self.waited: list[float] = []
         self.active = 0
         self.open = 0
         self.steps = 0
@@ -198,9 +199,15 @@ class FakeDispatcher:
             self.active -= 1
 
     async def stream(
-        self, request: Request, plan: Plan, clips: Sequence[AudioClip] = (), traceparent: str | None = None
+        self,
+        request: Request,
+        plan: Plan,
+        clips: Sequence[AudioClip] = (),
+        traceparent: str | None = None,
+        waited_s: float = 0.0,
     ) -> AsyncGenerator[OutputEvent, None]:
         self.requests.append(request)
+        self.waited.append(waited_s)
         self.plans.append(plan)
         self.clips.append(tuple(clips))
         self.traceparents.append(traceparent)

@@ -26,6 +26,7 @@ from api_fakes import (
 
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import ConfigError
+from omni_ray.serve.api.request_log import WAITED
 from omni_ray.serve.api.threads import in_thread
 from omni_ray.serve.readiness import Readiness
 
@@ -71,6 +72,14 @@ async def test_keys() -> None:
     assert fake.requests == []
     async with client_of(fake) as client:
         assert (await client.post(CHAT, json=CH, headers={"authorization": "Bearer sk-any"})).status_code == 200
+
+
+async def test_what_a_replica_that_died_had_of_the_clients_patience_counts() -> None:
+    fake = FakeDispatcher(script=text("x"))
+    async with client_of(fake) as client:
+        for said in ("12.250", "-5.000", "1e9", "nan", ""):
+            assert (await client.post(CHAT, json=CH, headers={WAITED: said})).status_code == 200
+    assert fake.waited == [12.25, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
