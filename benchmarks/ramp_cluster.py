@@ -32,7 +32,7 @@ NODE_CPUS = 4
 def deploy_config(**talker: Any) -> dict[str, Any]:
     """Two replicas of everything; latents cross as object refs; a hang is noticed within seconds.
 
-    Faults keep a request silent for 20 + 25 s in all, at most: who gives up after 60 s was told before.
+    Faults keep a request silent for 20 + 20 s in all, at most: who gives up after 60 s was told before.
     """
     deployment = {"num_replicas": 2, "health_check_period_s": 1, "health_check_timeout_s": 5}
     engine = {"allow_request_faults": True, "stall_s": 4}
@@ -43,7 +43,7 @@ def deploy_config(**talker: Any) -> dict[str, Any]:
             "code2wav": {"deployment": deployment, "engine": {**engine, "chunk_frames": [1, 4, 8]}},
         },
         "streaming": {"first_chunk_timeout_s": 20, "idle_timeout_s": 20},
-        "ingress": {"deployment": deployment, "grace_s": 30, "max_takeovers": 5, "recovery_wait_s": 25},
+        "ingress": {"deployment": deployment, "grace_s": 30, "max_takeovers": 5, "recovery_wait_s": 20},
     }
 
 

@@ -182,6 +182,20 @@ REPAIR = (
         TEST_SERVE + "records.py::test_nothing_shown_is_retried_once",
     ),
     Removal(
+        "a new ingress replica learns that the application was ready",
+        SERVE + "stage.py",
+        "        self._was_ready |= was_ready\n",
+        "",
+        TEST_SERVE + "recovery.py::test_a_stage_that_was_up_is_waited_for_and_one_that_never_was_is_not",
+    ),
+    Removal(
+        "all silences of one request are bounded",
+        SERVE + "attempts.py",
+        "        self.spent_s += now - self._since\n",
+        "",
+        TEST_SERVE + "records.py::test_all_silences_together_are_bounded",
+    ),
+    Removal(
         "a stream that spoke is taken over",
         SERVE + "attempts.py",
         "self._takeovers = config.max_takeovers if config.takeover else 0",

@@ -160,7 +160,7 @@ class Dispatcher:
                         break
                     if loop.time() > deadline:
                         raise
-                    self._again(attempts, error, began)
+                    await self._again(attempts, error, began)
                     self._meters.retried("takeover" if attempts.envelope.resume else "retry")
                 except SaturatedError as error:
                     await attempts.wait(error)
@@ -198,27 +198,25 @@ class Dispatcher:
                 raise NotReadyError(f"{said} {', '.join(waiting)}", retry_after_s=COME_AGAIN_S)
             await self._pings.news(left)
 
-    def _again(self, attempts: Attempts, error: ReplicaDiedError | StageTimeoutError, began: float) -> None:
+    async def _again(self, attempts: Attempts, error: ReplicaDiedError | StageTimeoutError, began: float) -> None:
         """Prepare another attempt, after one that ``began`` then (the loop's time) and ended with ``error``.
 
         A silence before the first event may be that of a long queue, which another attempt would only lengthen; but
-        not if a stage has left a ping unanswered meanwhile.
+        not if a stage has left a ping unanswered meanwhile, and least if it still does.
 
         Raises:
-            NotReadyError: there is none, nothing was shown, and a stage does not answer.
+            NotReadyError: there is none: nothing was shown, and a stage does not come back.
             ReplicaDiedError, StageTimeoutError: there is none; see ``Attempts.again``.
         """
         stages = attempts.envelope.plan.names()
-        from_the_start = not isinstance(error, ReplicaDiedError | StageSilentError)
-        try:
-            if from_the_start and not self._pings.missed(stages, began):
-                raise error
-            attempts.again(error)
-        except StageTimeoutError:
+        if not isinstance(error, ReplicaDiedError | StageSilentError):
             waiting = [name for name in stages if name in self._pings.readiness.waiting]
-            if attempts.shown or not waiting:
-                raise
-            raise NotReadyError(f"waiting for {', '.join(waiting)}", retry_after_s=COME_AGAIN_S) from None
+            if waiting and self.config.retry and not attempts.shown:
+                await attempts.wait(NotReadyError(f"waiting for {', '.join(waiting)}", retry_after_s=COME_AGAIN_S))
+                return
+            if not self._pings.missed(stages, began):
+                raise error
+        attempts.again(error)
 
     async def _attempt(
         self, attempts: Attempts, deadline: float, trace: RunTrace | None
