@@ -206,7 +206,7 @@ def test_what_cannot_be_honoured_is_refused(prompt: ChatPrompt, says: str, plain
 
 
 def test_without_pillow_images_are_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_ray.models.qwen3_omni.media.find_spec", lambda name: None)
+    monkeypatch.setattr("omni_ray.engine.transformers_media.find_spec", lambda name: None)
     with pytest.raises(InvalidRequestError, match="Pillow"):
         MediaReader(tiny_checkpoint).pictures(list(PICTURE_CHATS["image"].images.values()), 600)
 
