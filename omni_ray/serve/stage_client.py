@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
@@ -36,6 +37,8 @@ from omni_ray.serve.outbox import nbytes_of
 from omni_ray.serve.tracing import Hop, RunTrace
 
 logger = logging.getLogger("ray.serve")
+
+_Raised = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
 def _cancel(response: DeploymentResponseGenerator[Any]) -> None:
@@ -63,6 +66,36 @@ class ConsumerSide(Protocol):
         """A latent of ``nbytes`` that counts in the stream's window arrived."""
 
 
+class Deadline:
+    """Until when the next message must have come. Reading a latent puts it off.
+
+    A producer whose window is full, or which has said all and stays until it was read, sends nothing: it waits for us.
+    """
+
+    def __init__(self) -> None:
+        self._limit_s = 0.0
+        self._waiting: asyncio.Timeout | None = None
+
+    def within(self, limit_s: float) -> Self:
+        """An async context that waits for a message; ``TimeoutError`` after ``limit_s`` without it or a read."""
+        self._limit_s = limit_s
+        return self
+
+    async def __aenter__(self) -> None:
+        self._waiting = asyncio.timeout(self._limit_s)
+        await self._waiting.__aenter__()
+
+    async def __aexit__(self, *error: *_Raised) -> None:
+        assert self._waiting is not None
+        waiting, self._waiting = self._waiting, None
+        await waiting.__aexit__(*error)
+
+    def put_off(self) -> None:
+        """A latent was read."""
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     """An event, the means to say that its latent was read, and where the time of reading it is recorded."""
@@ -70,11 +103,13 @@ class Received:
     event: Event
     latent: Unread | None
     edge: EdgeMeters
+    deadline: Deadline
 
     def read(self) -> None:
         """The latent behind the event's ref, if there is one, was used or is not wanted: the producer may go on."""
         if self.latent is not None:
             self.latent.read()
+            self.deadline.put_off()
 
 
 class Client(ABC):
@@ -102,11 +137,11 @@ class Client(ABC):
         self, batches: AsyncIterator[list[Event]], side: ConsumerSide | None, trace: RunTrace | None
     ) -> AsyncGenerator[Received, None]:
         """Events of ``batches``, each awaited no longer than the deadlines say; failures become our errors."""
-        limit, late = self._streaming.first_chunk_timeout_s, StageTimeoutError
+        limit, late, deadline = self._streaming.first_chunk_timeout_s, StageTimeoutError, Deadline()
         while True:
             ours: BaseException | None = None
             try:
-                async with asyncio.timeout(limit):
+                async with deadline.within(limit):
                     batch = await anext(batches)
             except StopAsyncIteration:
                 return
@@ -125,7 +160,8 @@ class Client(ABC):
                 if isinstance(event, Saturated):
                     raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
                 nbytes = self._latent_bytes(event) if side is not None and isinstance(event, OutputEvent) else 0
-                yield Received(event, side.arrived(nbytes) if side is not None and nbytes else None, self._edge)
+                latent = side.arrived(nbytes) if side is not None and nbytes else None
+                yield Received(event, latent, self._edge, deadline)
             limit, late = self._streaming.idle_timeout_s, StageSilentError
 
     def _measure(self, batch: list[Event], trace: RunTrace | None) -> None:

@@ -7,16 +7,22 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from omni_ray.config.deploy import StreamingConfig
+from omni_ray.engine.types import LatentChunk
+from omni_ray.errors import StageSilentError
 from omni_ray.serve import lifeline
-from omni_ray.serve.events import LifelineAddress
+from omni_ray.serve.events import Event, LifelineAddress, OutputEvent
 from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost, ProducerEnd
+from omni_ray.serve.meters import Labels
+from omni_ray.serve.stage_client import Client, Received
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +278,59 @@ class TestDrained:
             await until(lambda: attached(end))
             end.close()
             await asyncio.wait_for(draining, 5)
+
+
+class Fed(Client):
+    """A client whose messages come from a generator; their latents count in a real lifeline."""
+
+    async def stream(self, envelope: Any, trace: Any = None) -> AsyncGenerator[Received, None]:
+        raise NotImplementedError
+        yield
+
+    def _latent_bytes(self, event: OutputEvent) -> int:
+        return event.ref_bytes
+
+    def of(self, batches: AsyncIterator[list[Event]], end: ConsumerEnd) -> AsyncGenerator[Received, None]:
+        return self._events(batches, end, None)
+
+
+class TestSilence:
+    """A producer that waits until its latents were read sends nothing meanwhile: that is the reader's silence."""
+
+    @pytest.mark.parametrize(("read_every_s", "heard"), [(0.15, True), (60, False)])
+    async def test_whose_it_is(self, host: LifelineHost, read_every_s: float, heard: bool):
+        streaming = StreamingConfig(first_chunk_timeout_s=5, idle_timeout_s=0.6)
+        client = Fed("thinker", Labels("app", "ramp", "talker", "-"), streaming)
+        got: list[Received] = []
+        async with host.open() as end, following(end.address) as producer:
+
+            async def messages() -> AsyncIterator[list[Event]]:
+                for _ in range(8):
+                    producer.note(100)
+                    producer.message()
+                    yield [
+                        OutputEvent("thinker", LatentChunk(0, np.zeros((0, 1), np.float32)), ref=Ref(), ref_bytes=100)
+                    ]
+                await producer.drained()
+
+            async def collect() -> None:
+                async with aclosing(client.of(messages(), end)) as events:
+                    async for received in events:
+                        got.append(received)
+
+            async def read() -> None:
+                for k in range(8):
+                    await asyncio.sleep(read_every_s)
+                    got[k].read()
+
+            reading = asyncio.ensure_future(read())
+            if heard:
+                await asyncio.wait_for(asyncio.gather(collect(), reading), 20)
+            else:
+                with pytest.raises(StageSilentError):
+                    await asyncio.wait_for(collect(), 20)
+                reading.cancel()
+        assert len(got) == 8
 
 
 class TestParted:
