@@ -118,10 +118,12 @@ async def test_another_schema_is_refused_before_output(serving: Serving) -> None
     app = serving("ramp", config(max_concurrent_requests=100))
     resolved = resolve("ramp", AppArgs(deploy_config=config(max_concurrent_requests=100)))
     newer = tuple(
-        replace(spec, pipeline=_with_schema(spec.pipeline, 2)) if spec.stage == "talker" else spec
-        for spec in resolved.stages
+        replace(alone, stages=(replace(alone.stages[0], pipeline=_with_schema(resolved.pipeline, 2)),))
+        if alone.name == "talker"
+        else alone
+        for alone in resolved.deployments
     )
-    mixed = bind(replace(resolved, stages=newer))
+    mixed = bind(replace(resolved, deployments=newer))
     await asyncio.to_thread(serve.run, mixed, name=app.name, route_prefix=httpx.URL(app.url).path)
     async with app.async_client() as client:
         for stream in (True, False):
