@@ -69,8 +69,12 @@ class Pings:
 
     async def _keep_asking(self) -> None:
         while True:
+            knew = self.was_ready
             try:
-                self.readiness = await self._ask()
+                readiness = await self._ask()
+                if self.was_ready and not knew:  # the stages shall know before anybody relies on it
+                    readiness = await self._ask()
+                self.readiness = readiness
             except Exception:  # whatever it is: not knowing is not being ready, and the next round may know
                 logger.exception("asking the stages failed")
                 self.readiness = Readiness(False, {"ingress": "asking the stages failed"})
