@@ -155,7 +155,7 @@ class Served:
 
         So begins every test: what one test broke, or left behind when it failed, is not the next one's trouble.
         """
-        wait_until(self._rests, 2 * PATIENCE_S)
+        wait_until(self._rests, 2 * PATIENCE_S, every_s=0.2)  # a look costs every process something
 
     def _rests(self) -> bool:
         from ray import serve
@@ -233,7 +233,6 @@ def serving(cluster: str) -> Serving:
     alive: dict[str, Served] = {}
 
     def runs(name: str) -> bool:
-        time.sleep(0.2)
         found = serve.status().applications[name]
         assert found.status != "DEPLOY_FAILED", found.message
         return found.status == "RUNNING"
@@ -254,7 +253,7 @@ def serving(cluster: str) -> Serving:
         target = serve.RunTarget(bind(app), name, f"/{name}")
         # serve.run would look once a second
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        wait_until(lambda: runs(name), 4 * PATIENCE_S)
+        wait_until(lambda: runs(name), 4 * PATIENCE_S, every_s=0.2)
         deployments = {stage.stage: d.name for d in app.deployments for stage in d.stages}
         alive[key] = Served(name, f"{cluster}/{name}", deployments)
         alive[key].rest()
@@ -263,10 +262,10 @@ def serving(cluster: str) -> Serving:
     return start
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S, every_s: float = 0.02) -> float:
     """Poll until ``condition``; returns how long it took, fails after ``seconds``."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, f"not true within {seconds} s"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return time.monotonic() - started
