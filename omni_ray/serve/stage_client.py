@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -103,7 +103,7 @@ class Received:
     event: Event
     latent: Unread | None
     edge: EdgeMeters
-    deadline: Deadline
+    deadline: Deadline = field(default_factory=Deadline)
 
     def read(self) -> None:
         """The latent behind the event's ref, if there is one, was used or is not wanted: the producer may go on."""
