@@ -156,64 +156,88 @@ def server(mode: str, port: int, config: str) -> Iterator[psutil.Process]:
         log.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(about: str | None) -> argparse.Namespace:
+    """What the command line says of the requests; ``about`` is its help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--words", type=int, default=40, help="words per request, three frames each")
     parser.add_argument("--pace-ms", type=float, default=40, help="talker's time per frame of 80 ms")
     parser.add_argument("--chunk-frames", type=int, default=4)
-    args = parser.parse_args()
-    config = json.dumps(
-        {
-            "stages": {
-                "talker": {"engine": {"pace_ms": args.pace_ms}},
-                "code2wav": {"engine": {"chunk_frames": [args.chunk_frames]}},
-            },
-            "ingress": {"grace_s": 2},
-        }
-    )
+    return parser.parse_args()
+
+
+def serve_and_measure(name: str, mode: str, args: argparse.Namespace, **deploy: object) -> list[Row]:
+    """Start a server of ``mode``, called ``name`` in the rows; a row for each number of streams.
+
+    ``deploy``: more keys of the deploy config.
+    """
+    config = {
+        **deploy,
+        "stages": {
+            "talker": {"engine": {"pace_ms": args.pace_ms}},
+            "code2wav": {"engine": {"chunk_frames": [args.chunk_frames]}},
+        },
+        "ingress": {"grace_s": 2},
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    print(f"starting: {name}", file=sys.stderr, flush=True)
     rows = []
-    for mode in MODES:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        print(f"starting: {mode}", file=sys.stderr, flush=True)
-        with server(mode, port, config) as root:
-            for streams in args.streams:
-                url = f"http://127.0.0.1:{port}"
-                rows.append(asyncio.run(measure(url, mode, streams, args.words, args.pace_ms / 1000, root)))
-                print(rows[-1], file=sys.stderr, flush=True)
-    write(rows, args)
+    with server(mode, port, json.dumps(config)) as root:
+        for streams in args.streams:
+            url = f"http://127.0.0.1:{port}"
+            rows.append(asyncio.run(measure(url, name, streams, args.words, args.pace_ms / 1000, root)))
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
 
 
-def write(rows: list[Row], args: argparse.Namespace) -> None:
+def setting(args: argparse.Namespace) -> str:
+    """The machine and the requests, in words."""
     import ray
 
-    setting = (
+    return (
         f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, "
         f"Ray {ray.__version__}, "
         f"load average {os.getloadavg()[0]:.1f} at the end; {args.words} words = {args.words * 3} frames per request, "
         f"{args.pace_ms:g} ms per frame, chunks of {args.chunk_frames} frames; client on the same cores"
     )
-    result = {"setting": setting, "rows": [asdict(r) for r in rows]}
+
+
+def table(first_column: str, rows: list[Row]) -> list[str]:
+    """``rows`` in Markdown."""
+    return [
+        f"| {first_column} | streams | first byte p50 / p95 ms | late p50 / p95 ms | in real time "
+        "| CPU s per audio s |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {r.server} | {r.streams} | {r.ttfb_ms_p50} / {r.ttfb_ms_p95} | {r.late_ms_p50} / {r.late_ms_p95} "
+            f"| {r.real_time} | {r.cpu_s_per_audio_s} |"
+            for r in rows
+        ),
+    ]
+
+
+def main() -> None:
+    args = options(__doc__)
+    rows = [row for mode in MODES for row in serve_and_measure(mode, mode, args)]
+    write(rows, args)
+
+
+def write(rows: list[Row], args: argparse.Namespace) -> None:
+    said = setting(args)
+    result = {"setting": said, "rows": [asdict(r) for r in rows]}
     (HERE / "overhead.json").write_text(json.dumps(result, indent=2) + "\n")
-    header = "| server | streams | first byte p50 / p95 ms | late p50 / p95 ms | in real time | CPU s per audio s |"
     lines = [
         "# What the graph costs",
         "",
         "`python benchmarks/overhead.py` wrote this file. Lateness is measured against the talker's own even schedule; "
         f"the ideal first byte is at {args.pace_ms * args.chunk_frames:g} ms.",
         "",
-        setting,
+        said,
         "",
-        header,
-        "|---|---|---|---|---|---|",
+        *table("server", rows),
     ]
-    for r in rows:
-        lines.append(
-            f"| {r.server} | {r.streams} | {r.ttfb_ms_p50} / {r.ttfb_ms_p95} | {r.late_ms_p50} / {r.late_ms_p95} "
-            f"| {r.real_time} | {r.cpu_s_per_audio_s} |"
-        )
     (HERE / "overhead.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines[6:]))
 
