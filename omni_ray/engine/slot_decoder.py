@@ -66,13 +66,13 @@ class SlotDecoder:
     """A decoder of transformers (``layers``, ``norm``, ``rotary_emb``) whose KV cache is a static table of slots.
 
     ``keys`` and ``values`` are [layers, slots, g, length, d]. Nothing is ever cleared: what lies behind a row's
-    position is masked.
+    position is masked. ``hidden`` is the width of embeddings, which have the table's dtype and device.
     """
 
     def __init__(self, model: Any, slots: int, length: int) -> None:
         """Take over an upstream model in evaluation mode; it is not changed."""
         self._model = model
-        self.slots, self.length = slots, length
+        self.slots, self.length, self.hidden = slots, length, int(model.config.hidden_size)
         config, weight = model.config, model.norm.weight
         shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
         # Zeros that nobody touched take no memory.
@@ -92,18 +92,46 @@ class SlotDecoder:
         Returns:
             Hidden states after the last norm [n, t, hidden].
         """
-        mine = slice(rows.start, rows.stop)
         row = torch.arange(rows.start, rows.stop, device=embeds.device)[:, None]
-        visible = (torch.arange(reach, device=embeds.device) <= positions[:, :, None])[:, None]
+        visible = torch.arange(reach, device=embeds.device) <= positions[:, :, None]
 
         def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            keys, values = self.keys[layer], self.values[layer]
-            keys[row, :, positions] = k.transpose(1, 2)
-            values[row, :, positions] = v.transpose(1, 2)
-            return keys[mine, :, :reach], values[mine, :, :reach]
+            self._store(layer, row, positions, k, v)
+            mine = slice(rows.start, rows.stop)
+            return self.keys[layer][mine, :, :reach], self.values[layer][mine, :, :reach]
 
+        return self._run(embeds, angles, visible, remember)
+
+    def piece(self, embeds: Tensor, axes: Tensor, positions: Tensor, slot: Tensor, last: Tensor, reach: int) -> None:
+        """Compute positions of one slot, for their KV alone, in a call that a CUDA graph can repeat for other slots.
+
+        Args:
+            embeds: [t, hidden].
+            axes: float32 rope positions [3, t].
+            positions: int64 [t], where each one stands; those of padding at the last of all, which is nobody's.
+            slot: int64 [1], whose.
+            last: int64 [1], the largest of ``positions`` without padding's.
+            reach: cache positions looked at, beyond ``last``.
+        """
+        places = torch.arange(reach, device=embeds.device)
+        # behind `last` lies what an earlier owner left, not a number perhaps, and zero times that would be none either
+        others = (places > last)[:, None]
+
+        def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            self._store(layer, slot[:, None], positions[None], k, v)
+            keys, values = self.keys[layer][slot, :, :reach], self.values[layer][slot, :, :reach]
+            return keys.masked_fill(others, 0), values.masked_fill(others, 0)
+
+        self._run(embeds[None], axes[:, None], (places <= positions[:, None])[None], remember)
+
+    def _store(self, layer: int, row: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        self.keys[layer][row, :, positions] = k.transpose(1, 2)
+        self.values[layer][row, :, positions] = v.transpose(1, 2)
+
+    def _run(self, embeds: Tensor, angles: Tensor, visible: Tensor, remember: Remember) -> Tensor:
+        """Layers and the last norm; ``visible`` [n, t, seen] says what each position looks at."""
         rotary = self._model.rotary_emb(embeds, angles)
-        mask = torch.where(visible, 0.0, -torch.inf).to(embeds.dtype)
+        mask = torch.where(visible[:, None], 0.0, -torch.inf).to(embeds.dtype)
         hidden: Tensor = self._model.norm(run_layers(self._model.layers, embeds, rotary, mask, remember))
         return hidden
 

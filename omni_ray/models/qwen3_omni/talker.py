@@ -16,6 +16,7 @@ from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.prompt_graphs import PromptGraphs
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
@@ -97,6 +98,8 @@ class Qwen3OmniTalker(CodecLM):
         self._upstream = upstream.eval().requires_grad_(False)
         self._set_up(config, table)
         self._captured = self._capture(options.max_num_seqs) if self._device.type == "cuda" else None
+        # float32's experts are computed one by one, which waits for the GPU; deterministic pieces have one shape
+        self._prompts = PromptGraphs(self._talker) if self.ahead and dtype == torch.bfloat16 else None
 
     def _dtype(self, option: str) -> torch.dtype:
         """``auto`` is bfloat16 on a GPU; on CPU float32, in which frames equal upstream's."""
@@ -221,7 +224,11 @@ class Qwen3OmniTalker(CodecLM):
 
     def prefill(self, slot: int, piece: RopeRows, start: int) -> None:
         """See ``CodecLM.prefill``."""
-        self._talker.write(slot, piece.embeds, piece.axes, start, fixed=self._deterministic)
+        self._write(slot, piece.embeds, piece.axes, start, fixed=self._deterministic)
+
+    def _write(self, slot: int, embeds: Tensor, axes: Tensor, start: int, *, fixed: bool) -> None:
+        if self._prompts is None or not self._prompts.write(slot, embeds, axes, start):
+            self._talker.write(slot, embeds, axes, start, fixed=fixed)
 
     @property
     def ahead(self) -> bool:
@@ -294,7 +301,7 @@ class Qwen3OmniTalker(CodecLM):
         text = self._text[torch.tensor([self._text_of(speech, step) for step in steps.tolist()], device=self._device)]
         embeds = torch.cat((self._last[slot][None], sums[:-1])) + text
         axes = (speech.length + steps + speech.delta).float().expand(3, -1)
-        self._talker.write(slot, embeds, axes, speech.length + start, fixed=False)
+        self._write(slot, embeds, axes, speech.length + start, fixed=False)
         self._said[slot, codes[:, 0]] = True
         self._last[slot] = sums[-1]
 
