@@ -107,7 +107,7 @@ class ReplicaDiedError(StageFailedError):
     """The replica that computed this request is gone. The one error after which the ingress may try again.
 
     Attributes:
-        stage: whose replica it was.
+        stage: whose replica it was; empty if none is known to have died.
     """
 
     status = 503

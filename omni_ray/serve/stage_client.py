@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import grpc
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -38,7 +38,31 @@ from omni_ray.serve.tracing import Hop, RunTrace
 
 logger = logging.getLogger("ray.serve")
 
+OWN_CANCELLATION_S = 5.0
+"""How long a call that was cancelled, but not by us, waits for our own cancellation before it counts as a death.
+
+Serve cancels a request's calls and the task that made them in no order: after a client hung up, the ingress's task has
+heard of it up to 0.1 s after its call. A replica that died is told apart: that fails the call with an error of the
+actor or of gRPC, never with a cancellation.
+"""
+
+_CANCELLED = (asyncio.CancelledError, RequestCancelledError, TaskCancelledError)
+
 _Raised = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """What was raised in the replica or in Serve, without Ray's wrapping."""
+    cause: BaseException | None = error
+    while isinstance(cause, RayTaskError):
+        cause = cause.cause
+    return cause
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is the cancellation of the task that runs here."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _cancel(response: DeploymentResponseGenerator[Any]) -> None:
@@ -139,7 +163,8 @@ class Client(ABC):
         """Events of ``batches``, each awaited no longer than the deadlines say; failures become our errors."""
         limit, late, deadline = self._streaming.first_chunk_timeout_s, StageTimeoutError, Deadline()
         while True:
-            ours: BaseException | None = None
+            ours: OmniRayError | None = None
+            cancelled = False
             try:
                 async with deadline.within(limit):
                     batch = await anext(batches)
@@ -148,9 +173,11 @@ class Client(ABC):
             except TimeoutError:
                 ours = late(f"stage {self.stage} sent nothing for {limit:g} s")
             except (asyncio.CancelledError, Exception) as error:
-                ours = self._mapped(error)
-                if ours is error:
+                if _is_ours(error):
                     raise
+                cancelled, ours = isinstance(_cause(error), _CANCELLED), self._mapped(error)
+            if cancelled:
+                await asyncio.sleep(OWN_CANCELLATION_S)
             if ours is not None:
                 raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
             if side is not None:
@@ -173,25 +200,22 @@ class Client(ABC):
         if trace is not None and sent_at:
             trace.hop(Hop(self.stage, sent_at, time.time(), nbytes, len(batch)))
 
-    def _mapped(self, error: BaseException) -> BaseException:
+    def _mapped(self, error: BaseException) -> OmniRayError:
         """Our error for whatever the handle raised."""
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            return error  # we are being cancelled, the stage is not at fault
-        cause: BaseException | None = error
-        while isinstance(cause, RayTaskError):
-            cause = cause.cause
+        cause = _cause(error)
         if isinstance(cause, OmniRayError):
             return cause
         if isinstance(cause, BackPressureError):
             return SaturatedError(f"stage {self.stage} is full")
         if isinstance(cause, DeploymentUnavailableError):
             return NotReadyError(f"stage {self.stage} has no replica")
-        if isinstance(cause, RayActorError | ObjectLostError | RequestCancelledError | asyncio.CancelledError):
+        if isinstance(cause, RayActorError | ObjectLostError):
             return ReplicaDiedError(f"a replica of stage {self.stage} died", stage=self.stage)
         gone = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
         if isinstance(cause, grpc.RpcError) and cause.code() in gone:
             return ReplicaDiedError(f"a replica of stage {self.stage} went away", stage=self.stage)
+        if isinstance(cause, _CANCELLED):
+            return ReplicaDiedError(f"a call to stage {self.stage} was cancelled")
         logger.error("stage %s failed in an unforeseen way", self.stage, exc_info=error)
         return StageFailedError(f"stage {self.stage} failed")
 
@@ -216,7 +240,9 @@ class StageClient(Client):
                 return bool(await self._ping.remote(was_ready))
         except TimeoutError:
             raise NotReadyError(f"stage {self.stage} did not answer within {timeout_s:g} s") from None
-        except Exception as error:  # every failure of a ping means the same: not ready
+        except (asyncio.CancelledError, Exception) as error:  # every failure of a ping means the same: not ready
+            if _is_ours(error):
+                raise
             raise NotReadyError(f"stage {self.stage}: {type(error).__name__}") from error
 
     async def stream(self, envelope: Envelope, trace: RunTrace | None = None) -> AsyncGenerator[Received, None]:

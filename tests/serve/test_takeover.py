@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -11,7 +12,8 @@ import pytest
 
 from omni_ray.models.ramp import oracle
 from tests.conftest import Served, Serving, wait_until
-from tests.serve.crowd import CHAT, Hearing, heard, parse_sse
+from tests.monitoring.test_metrics import scrape, scraped_when, total
+from tests.serve.crowd import CHAT, SPEECH, Hearing, heard, parse_sse
 from tests.serve.test_ramp import TEXT, ask_chat, chat, speech
 
 WORDS = " ".join(f"w{k}" for k in range(30))
@@ -87,6 +89,46 @@ async def test_routes_hear_of_nothing(app: Served) -> None:
             for fault in (dies("code2wav", 11), {})
         ]
         assert flac[0].content == flac[1].content
+
+
+LEAVERS = 24
+
+
+async def test_who_hangs_up_is_no_death(serving: Serving) -> None:
+    """Clients of both routes leave while every stage works for them: nothing is taken over, nothing begins again.
+
+    Serve cancels the calls of a request that it cancels before the task that made them, at every edge.
+    """
+    app = serving("ramp", config(width=60_000, max_takeovers=20))
+    before = {stage: totals(app, stage) for stage in app.stages()}
+    already = total(scrape(), app, "requests_retried")
+    slow = {"ramp": {"thinker": {"delay_ms": 100}, "talker": {"delay_ms": 33}}}
+    async with app.async_client() as client:
+        bodies = [(CHAT, chat(WORDS, **slow)), (SPEECH, speech(WORDS, stream_format="sse", **slow))]
+        leavers = [Hearing(client, *bodies[k % 2]) for k in range(LEAVERS)]
+        await asyncio.to_thread(wait_until, lambda: all([leaver.speaks() for leaver in leavers]))
+        for leaver in leavers:
+            leaver.answer.cancel()
+        await asyncio.gather(*(leaver.answer for leaver in leavers), return_exceptions=True)
+    await asyncio.to_thread(app.rest)
+    for stage, counts in before.items():
+        now = totals(app, stage)
+        now.subtract(counts)
+        theirs = LEAVERS // 2 if stage == "thinker" else LEAVERS  # speech needs no thinker
+        assert +now == {"started": theirs, "cancelled": theirs}, stage
+    left = {"requests": ({"outcome": "disconnected"}, float(LEAVERS))}
+    assert total(await scraped_when(app, left), app, "requests_retried") == already
+
+
+def totals(app: Served, stage: str) -> Counter[str]:
+    """How the runs of ``stage`` ended, over its replicas."""
+    counts: Counter[str] = Counter()
+    for state in app.states(stage):
+        counts += Counter(
+            started=state.started, finished=state.finished, refused=state.refused, failed=state.failed,
+            cancelled=state.cancelled,
+        )  # fmt: skip
+    return counts
 
 
 def all_computed(app: Served) -> bool:
