@@ -72,6 +72,8 @@ class Qwen3OmniTalker(CodecLM):
     def load(self) -> None:
         """Read ``talker.*`` and the thinker's embedding table, which is projected once and freed.
 
+        Random weights (``load_format: dummy``) never draw the stop code: every answer lasts as long as its limit.
+
         Raises:
             ConfigError: no model, no audio in this checkpoint, a tensor is missing or unexpected, or ``max_model_len``
                 exceeds the checkpoint's.
@@ -122,7 +124,7 @@ class Qwen3OmniTalker(CodecLM):
         self._text = self._projected(table)
         vocabulary = talker.text_config.vocab_size
         suppressed = torch.arange(vocabulary, device=self._device) >= vocabulary - SUPPRESSED
-        suppressed[self._stop] = False
+        suppressed[self._stop] = self.context.load_format == "dummy"  # such a talker would end anywhere: it speaks on
         self._suppressed = suppressed
         self._slots: dict[int, Speech] = {}
         self._sampling = RowSampling.empty(rows, self._device)
