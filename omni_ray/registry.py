@@ -76,6 +76,7 @@ _EXTRAS: dict[str, str] = {
 
 
 _VLLM_MODELS: dict[str, str] = {
+    "Qwen3OmniThinkerWithPositions": "omni_ray.models.qwen3_omni.vllm_rows:Qwen3OmniThinkerWithPositions",
     "Qwen3OmniThinkerWithRows": "omni_ray.models.qwen3_omni.vllm_rows:Qwen3OmniThinkerWithRows",
 }
 """Model classes of ours that vLLM computes: architecture -> dotted path."""

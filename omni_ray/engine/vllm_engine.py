@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         self._vllm = await asyncio.to_thread(
             start_vllm, self._name, self._options, checkpoint, self.context.load_format
         )
-        if checkpoint.architecture is not None:
+        if checkpoint.keeps_rows:
             self._rows = HiddenRows(self._vllm.llm)
             await self._rows.attach()
 

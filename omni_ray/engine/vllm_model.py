@@ -24,8 +24,8 @@ class VLLMCheckpoint:
 
     Attributes:
         directory: with config, weights and tokenizer.
-        architecture: a class of ours that keeps hidden rows (``vllm_compat``), as registered with vLLM; None takes the
-            checkpoint's own.
+        architecture: a class of ours, as registered with vLLM; None takes the checkpoint's own.
+        keeps_rows: that class keeps hidden rows (``vllm_compat``).
         limit_mm_per_prompt: most media of each kind in one prompt; None for a model that takes text only.
         max_positions: of prompt and answer together, where the model may have fewer than ``max_model_len``.
     """
@@ -34,6 +34,7 @@ class VLLMCheckpoint:
     architecture: str | None = None
     limit_mm_per_prompt: Mapping[str, int] | None = None
     max_positions: int | None = None
+    keeps_rows: bool = False
 
     def longest(self, max_model_len: int) -> int:
         """Positions of prompt and answer together: those asked for, or all that the model has."""

@@ -9,9 +9,10 @@ from importlib.metadata import entry_points
 from typing import Any, Final, Literal
 
 import vllm
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.logger import DEFAULT_LOGGING_CONFIG
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_ray.config.base import suggest
@@ -78,6 +79,8 @@ def start_vllm(
     guard = ChildGuard()
     try:
         with _environment(_variables(options, checkpoint, errors)), guard:
+            if checkpoint.architecture is not None:
+                _import_model(checkpoint.architecture)
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
         why = errors.first() or f"{type(error).__name__}: {error}"[:LONGEST]
@@ -135,6 +138,7 @@ def _arguments(
         arguments["mm_processor_cache_gb"] = options.mm_processor_cache_gb
     if checkpoint.architecture is not None:
         arguments["hf_overrides"] = {"architectures": [checkpoint.architecture]}
+    if checkpoint.keeps_rows:
         arguments["worker_extension_cls"] = f"{RowTap.__module__}.{RowTap.__qualname__}"
     return arguments
 
@@ -146,8 +150,10 @@ def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLo
         "VLLM_PLUGINS": PLUGIN,  # else the plugins of every installed package run in our processes
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(options.start_timeout_s)),
+        # vLLM compiles it at start for half a minute, and never calls it for requests with a seed, as all of ours are
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-    if checkpoint.architecture is not None:
+    if checkpoint.keeps_rows:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = RUNNER
     if options.deterministic:
         variables["VLLM_BATCH_INVARIANT"] = "1"
@@ -159,6 +165,12 @@ def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLo
     if current_platform.is_cpu():
         variables["OMP_NUM_THREADS"] = str(options.threads)  # Ray has always set it already
     return variables
+
+
+def _import_model(architecture: str) -> None:
+    """Import our model class here, where vLLM needs it anyway; else it starts a process only to look at it."""
+    load_general_plugins()
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 @contextmanager

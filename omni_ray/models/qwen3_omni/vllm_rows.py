@@ -1,20 +1,52 @@
-"""The thinker as vLLM computes it, with the hidden rows that the talker hears. Imported in vLLM's processes only.
+"""The thinker as vLLM computes it, with the hidden rows that the talker hears. Imported only where vLLM runs.
 
 Upstream is vLLM's ``Qwen3OmniMoeThinkerForConditionalGeneration``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from omni_ray.engine.vllm_compat import RowKeeper
+from omni_ray.models.qwen3_omni.positions import Grid, RopeLayout, rope_positions
 
 
-class Qwen3OmniThinkerWithRows(Qwen3OmniMoeThinkerForConditionalGeneration):  # type: ignore[misc]
-    """``Qwen3OmniMoeThinkerForConditionalGeneration``, which also keeps what the talker hears of media.
+class Qwen3OmniThinkerWithPositions(Qwen3OmniMoeThinkerForConditionalGeneration):  # type: ignore[misc]
+    """Upstream's, with transformers' positions of images: vLLM 0.26 shifts them by a token, 0.32 does not."""
+
+    def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Any) -> tuple[Tensor, int]:
+        """Positions int64 [3, n] of a prompt without videos, and what is added behind it; see ``rope_positions``.
+
+        Args:
+            input_tokens: ids [n], placeholders expanded. Where media are, ``mm_features`` says.
+            mm_features: vLLM's ``MultiModalFeatureSpec`` of each medium.
+        """
+        config = self.config
+        merge = config.vision_config.spatial_merge_size
+        layout = RopeLayout(
+            config.audio_token_id,
+            config.image_token_id,
+            config.video_token_id,
+            config.position_id_per_seconds,
+            merge,
+        )
+        ids = np.full(len(input_tokens), -1)
+        grids = []
+        for offset, modality, data in self.iter_mm_features(mm_features):
+            if modality == "image":
+                grids.append(Grid(data["grid_t"], data["grid_h"] * merge, data["grid_w"] * merge))
+                ids[offset : offset + grids[-1].tokens(merge)] = layout.image
+        places = rope_positions(ids.tolist(), grids, layout)
+        return torch.from_numpy(places.axes.astype(np.int64)), int(places.delta)
+
+
+class Qwen3OmniThinkerWithRows(Qwen3OmniThinkerWithPositions):
+    """The same, which also keeps what the talker hears of media.
 
     That is transformers' ``hidden_states[accept_hidden_layer]``: the output of the layer before, without what deepstack
     adds to it. What is computed, loaded and sampled is upstream's.

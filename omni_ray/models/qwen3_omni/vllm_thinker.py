@@ -42,7 +42,8 @@ class Qwen3OmniThinkerVLLM(VLLMModel):
         thinker = config.thinker_config
         self._placeholders = (thinker.audio_token_id, thinker.image_token_id)
         heard = self._text.capture is not None
-        return VLLMCheckpoint(directory, "Qwen3OmniThinkerWithRows" if heard else None, MOST_MEDIA)
+        architecture = "Qwen3OmniThinkerWithRows" if heard else "Qwen3OmniThinkerWithPositions"
+        return VLLMCheckpoint(directory, architecture, MOST_MEDIA, keeps_rows=heard)
 
     def encode(self, prompt: Any) -> VLLMPrompt:
         """See ``VLLMModel.encode``."""
