@@ -17,7 +17,10 @@ from omni_ray.models.qwen3_omni.positions import Grid, RopeLayout, rope_position
 
 
 class Qwen3OmniThinkerWithPositions(Qwen3OmniMoeThinkerForConditionalGeneration):  # type: ignore[misc]
-    """Upstream's, with transformers' positions of images: vLLM 0.26 shifts them by a token, 0.32 does not."""
+    """``Qwen3OmniMoeThinkerForConditionalGeneration`` with transformers' positions of images.
+
+    vLLM 0.26 shifts them by a token behind the image's mark; 0.32 does not.
+    """
 
     def get_mrope_input_positions(self, input_tokens: Sequence[int], mm_features: Any) -> tuple[Tensor, int]:
         """Positions int64 [3, n] of a prompt without videos, and what is added behind it; see ``rope_positions``.
