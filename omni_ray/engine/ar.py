@@ -5,8 +5,8 @@ Prompts that may take long are encoded on a second thread.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ class AREngine(Engine):
     every drawn token, the stop token too, as vLLM does.
 
     A codec LM (``CodecLM``) takes a prompt, then feeds, from one source, while it runs; a row whose next unit has not
-    come waits, and the end of the source is the end of its feed. Chunks carry one frame each, by ``FrameSteps``'
+    come waits, and the end of the source is the end of its feed. Chunks carry one frame or more, by ``FrameSteps``'
     limits; the source is closed as soon as the row is over.
 
     A request that goes on after its replica died gets its record back: tokens in order behind the prompt's outputs,
@@ -64,8 +64,14 @@ class AREngine(Engine):
         self._decode_loop = self._loop_of(self._steps, options)
 
     def _loop_of(self, steps: Steps, options: AROptions) -> DecodeLoop:
-        busy = self._admission.calling
-        return DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic, self._post, busy)
+        return DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic, self._post, self._busy)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Held around each call of the loop's thread that computes; one that returns got on."""
+        with self._admission.calling():
+            yield
+        self._admission.progressed()
 
     async def start(self) -> None:
         """Start the thread and load the model on it.

@@ -13,18 +13,19 @@ from omni_ray.engine.ar_model import CodecLM, FrameStep
 from omni_ray.engine.ar_row import Advance, Row, Steps
 from omni_ray.engine.batches import check_length
 from omni_ray.engine.options import CodecLMOptions
-from omni_ray.engine.types import CodeFrameChunk, Usage
+from omni_ray.engine.types import CodeFrameChunk, Output, Usage
 from omni_ray.errors import StageFailedError
 
 
 @dataclass(frozen=True, slots=True)
 class FrameResult:
-    """One row of a ``FrameStep``; ``frame`` int64 [codebooks]."""
+    """Row ``index`` of a ``FrameStep``; ``frame`` int64 [codebooks]."""
 
     frame: NDArray[np.int64]
     ended: bool
     finite: bool
-    evidence: Tensor
+    whole: FrameStep
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Flying:
 
 
 def _results(done: FrameStep) -> Iterator[FrameResult]:
-    parts = zip(done.frames.numpy(), done.ended, done.finite, done.evidence, strict=True)
-    return (FrameResult(*part) for part in parts)
+    parts = zip(done.frames.numpy(), done.ended, done.finite, strict=True)
+    return (FrameResult(*part, done, index) for index, part in enumerate(parts))
 
 
 class FrameSteps(Steps):
@@ -46,6 +47,9 @@ class FrameSteps(Steps):
     A row makes at most as many frames as ``max_tokens``, ``max_audio_seconds`` and ``max_model_len`` allow, and, once
     its feed has ended, ``base_frames + frames_per_unit * units``: a model that misses its stop code would otherwise
     talk for minutes (cases.md C23). It then finishes with ``length``.
+
+    A frame is given out as soon as it is made until its listener has some in hand, then together with those that follow
+    it (``Lead.may_hold``), at the latest when the row ends. Frames that were known before are never held.
     """
 
     model: CodecLM
@@ -53,6 +57,7 @@ class FrameSteps(Steps):
     def __init__(self, model: CodecLM, options: CodecLMOptions) -> None:
         super().__init__(model, options)
         self._flying: Flying | None = None
+        self._launched: Flying | None = None
         self._landed: dict[Row, FrameResult] = {}
         self._base_frames, self._frames_per_unit = options.base_frames, options.frames_per_unit
 
@@ -84,21 +89,22 @@ class FrameSteps(Steps):
         """Whether the row has a frame to come, or can begin one."""
         return self._begun(row) > row.count or self._may_begin(row)
 
+    def launch(self, rows: Sequence[Row]) -> None:
+        """Of a model that computes ``ahead``, start the next frame before the last one is waited for or given out."""
+        self._launched = None
+        if self.model.ahead and (begun := [row for row in rows if self._may_begin(row)]):
+            land = self.model.launch([row.slot for row in begun], [self._begun(row) for row in begun])
+            self._launched = Flying(dict.fromkeys(begun), land)
+
     def step(self, rows: Sequence[Row]) -> list[FrameResult | None]:
         """See ``Steps.step``. A model that computes ``ahead`` is read one step late: None is a frame yet to come.
 
-        The next frame is launched before the last one is waited for, so the model never waits for us. What it computed
-        for a row that is over by then is dropped.
+        What it computed for a row that is over by then is dropped.
         """
         if not self.model.ahead:
             done = self.model.step([row.slot for row in rows], [row.count for row in rows])
             return list(_results(done))
-        begun = [row for row in rows if self._may_begin(row)]
-        flying = None
-        if begun:
-            land = self.model.launch([row.slot for row in begun], [self._begun(row) for row in begun])
-            flying = Flying(dict.fromkeys(begun), land)
-        before, self._flying = self._flying, flying
+        before, self._flying, self._launched = self._flying, self._launched, None
         self._landed = {row: result for row, result in self._landed.items() if row.slot >= 0}
         if before is not None:
             done = before.land()
@@ -118,20 +124,33 @@ class FrameSteps(Steps):
         return begun < row.limit and (row.units > begun or row.feed_ended)
 
     def advance(self, row: Row, result: FrameResult | None) -> Advance:
-        """Give the frame out, unless it is the stop code."""
+        """Take the frame, unless it is the stop code, and give it out, unless it may wait."""
         if result is None:
             return Advance()
         if not result.finite:
             raise StageFailedError(f"the model's logits at frame {row.count} hold NaN or infinity")
         if result.ended:
             return Advance([], "stop")
-        chunk = CodeFrameChunk(row.count, result.frame[None])
+        row.held.append(result.frame)
         row.count += 1
-        if (
-            new := row.count - _known(row)
-        ) > 0:  # a listener waits for the first one of these, however much came before
+        over = self._over(row)
+        if over.reason is None:
+            over.outputs = self.due(row)
+        return over
+
+    def due(self, row: Row) -> list[Output]:
+        """See ``Steps.due``."""
+        return [] if row.lead.may_hold(len(row.held) / self.model.frame_rate) else self.rest(row)
+
+    def rest(self, row: Row) -> list[Output]:
+        """See ``Steps.rest``."""
+        if not row.held:
+            return []
+        chunk = CodeFrameChunk(row.count - len(row.held), np.stack(row.held))
+        row.held.clear()
+        if (new := row.count - _known(row)) > 0:  # a listener waits for the first of these, however much came before
             row.lead.emitted(new / self.model.frame_rate)
-        return Advance([chunk], self._over(row).reason)
+        return [chunk]
 
     def usage(self, row: Row) -> Usage:
         """Frames are the only tokens that a client hears of."""
@@ -150,7 +169,7 @@ class FrameSteps(Steps):
     def evidence(self, result: Any) -> Tensor:
         """What the codes were drawn from."""
         assert isinstance(result, FrameResult)
-        return result.evidence
+        return result.whole.evidence[result.index]
 
     def _over(self, row: Row) -> Advance:
         if row.feed_ended and row.units == 0:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec
+from typing import Any, Final, Literal, ParamSpec
 
 import torch
 
@@ -28,6 +28,9 @@ from omni_ray.errors import EngineDiedError, StageFailedError
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+
+LOOK_S: Final = 0.05
+"""How often a sleeping thread looks whether what rows hold back is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,11 @@ class DecodeLoop:
         post: Callable[[Mail], None],
         busy: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """``post`` is called on the loop's thread, once for all that a step or a piece of a prompt made.
+        """``post`` is called on the loop's thread, once for all that was made since the last call.
 
         The last news that a row ever gets is a ``Finish`` or an exception, unless it was cancelled. ``busy`` is held
-        around each call that computes: a hung one must not look idle because its clients gave up.
+        around each call that computes, and whatever returns got on: a hung one must not look idle because its clients
+        gave up.
         """
         self._name = name
         self._busy = busy
@@ -135,7 +139,7 @@ class DecodeLoop:
                     self._drop_cancelled()
                     self._prefill()
                     self._catch_up()
-                    self._send()
+                    self._give_out()
                     self._decode()
             except Exception:
                 # Not a request's error but the loop's own: the replica is replaced.
@@ -156,8 +160,9 @@ class DecodeLoop:
         while True:
             self._send()
             busy = self._waiting or self._prefilling or any(map(self._steps.ready, self._decoding))
+            looks_after_s = LOOK_S if any(row.held for row in self._decoding) else None
             try:
-                letter = self._inbox.get(block=not busy)
+                letter = self._inbox.get(block=not busy, timeout=looks_after_s)
             except queue.Empty:
                 return True
             if letter is None:
@@ -225,7 +230,6 @@ class DecodeLoop:
             result = self._steps.prefill(row, end)
         row.computed = end
         if end < row.length:
-            self._mail.append((row, ()))
             return
         self._prefilling.remove(row)
         self._decoding.append(row)
@@ -243,7 +247,12 @@ class DecodeLoop:
         with self._busy():
             self._steps.catch_up(row, end)
         row.replayed = end
-        self._mail.append((row, ()))
+
+    def _give_out(self) -> None:
+        """What waiting rows held back until their listeners might miss it."""
+        for row in self._decoding:
+            if row.held and (outputs := self._steps.due(row)):
+                self._mail.append((row, outputs))
 
     def _decode(self) -> None:
         """One step of every row that can make one."""
@@ -253,6 +262,8 @@ class DecodeLoop:
             return
         try:
             with self._busy():
+                self._steps.launch(rows)
+                self._send()  # only now: while the event loop reads it, this thread may have to wait for its turn
                 results = self._steps.step(rows)
             check_length("a step", len(rows), len(results))
         except BatchLengthError as error:
@@ -271,6 +282,7 @@ class DecodeLoop:
 
     def _step_alone(self, row: Row) -> None:
         with self._busy():
+            self._steps.launch([row])
             (result,) = self._steps.step([row])
         self._advance(row, result)
 
@@ -285,7 +297,8 @@ class DecodeLoop:
         news: list[News] = [*made.outputs]
         if row in self._decoding and not self._steps.ready(row):
             news.append(Waiting(row.items))
-        self._mail.append((row, news))
+        if news:
+            self._mail.append((row, news))
 
     def _alone(self, row: Row, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do work of one row; its error goes to the row's owner, who raises it, and touches no other row."""
@@ -295,12 +308,12 @@ class DecodeLoop:
             self._leave(row, error)
 
     def _leave(self, row: Row, *outputs: News) -> None:
-        """Free the row's slot, then hand out its last outputs."""
+        """Free the row's slot, then hand out what it had not given out yet and its last outputs."""
         (self._decoding if row in self._decoding else self._prefilling).remove(row)
         heapq.heappush(self._slots, row.slot)
         self._steps.model.release(row.slot)
         row.slot = -1
-        self._mail.append((row, outputs))
+        self._mail.append((row, (*self._steps.rest(row), *outputs)))
 
     def _fail_all(self) -> None:
         """Give every row that is left the reason why the loop is over."""

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from omni_ray.engine.ar_model import Prepared, SlotModel
@@ -34,7 +36,7 @@ class Row:
 
     Attributes:
         prompt: what ``SlotModel.encode`` takes.
-        deliver: takes the row's news, on the owner's side; empty if the row only got on.
+        deliver: takes the row's news, on the owner's side.
         resume: what the request's last attempt had made, if it goes on here.
         cancelled: set by ``DecodeLoop.cancel`` at any time; the row is gone before the next step.
         slot: its place in the model's KV cache, -1 before it has one.
@@ -42,6 +44,7 @@ class Row:
         count: tokens or frames made so far, at most ``limit``.
         recorded: how many of them the slot must take in before the next step; ``replayed`` of them are.
         state: what ``Steps`` keeps for the row.
+        held: frames that were made and not given out yet, int64 [codebooks] each.
         early: items that were fed before the row had a slot. ``items`` counts all, ``units`` what they were worth.
         feed_ended: no item comes any more.
         lead: how far it is ahead of its listener; of no meaning for rows that make text.
@@ -61,6 +64,7 @@ class Row:
     recorded: int = 0
     replayed: int = 0
     state: Any = None
+    held: list[NDArray[np.int64]] = field(default_factory=list)
     early: list[Any] = field(default_factory=list)
     items: int = 0
     units: int = 0
@@ -133,6 +137,9 @@ class Steps(ABC):
     def catch_up(self, row: Row, end: int) -> None:
         """Take the record's tokens or frames ``row.replayed .. end - 1`` into the slot; the row is ``ready``."""
 
+    def launch(self, rows: Sequence[Row]) -> None:  # noqa: B027 most models compute when they are asked for the result
+        """Start what ``step`` of the same rows, which follows, may then have to wait for."""
+
     @abstractmethod
     def step(self, rows: Sequence[Row]) -> Sequence[Any]:
         """Make one step of rows in order of their slots; one result per row. Repeatable after it raised."""
@@ -140,6 +147,14 @@ class Steps(ABC):
     @abstractmethod
     def advance(self, row: Row, result: Any) -> Advance:
         """Take a step's result into the row."""
+
+    def due(self, row: Row) -> list[Output]:
+        """What the row made and may not hold back any longer; asked often, also while it waits."""
+        return []
+
+    def rest(self, row: Row) -> list[Output]:
+        """All that the row made and did not give out yet."""
+        return []
 
     @abstractmethod
     def usage(self, row: Row) -> Any:

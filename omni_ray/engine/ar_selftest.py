@@ -49,6 +49,7 @@ def _run(steps: Steps, probes: Sequence[Probe]) -> list[list[Tensor]]:
     rows = [_start(steps, slot, probe) for slot, probe in enumerate(probes)]
     numbers: list[list[Tensor]] = [[] for _ in rows]
     for _ in range(STEPS):
+        steps.launch(rows)
         for row, own, result in zip(rows, numbers, steps.step(rows), strict=True):
             own.append(steps.evidence(result).clone())
             steps.advance(row, result)

@@ -82,7 +82,6 @@ class RowStream:
 
     def deliver(self, news: Sequence[News]) -> None:
         """Take what the row made."""
-        self._admission.progressed()
         for new in news:
             if isinstance(new, Waiting):
                 if new.items == self._sent and not self._ended:

@@ -1,4 +1,4 @@
-"""How far a stream is ahead of its listener, and so whose work comes first. It orders work and never withholds any."""
+"""How far a stream is ahead of its listener: whose work comes first, and what may go out together with what follows."""
 
 import time
 from collections.abc import Callable
@@ -8,6 +8,10 @@ from omni_ray.engine.types import Request
 
 AHEAD_S: Final = 0.5
 """With so much sound in hand a listener does not notice that others are served first."""
+
+HELD_PART: Final = 1 / 8
+"""What is held back is at most this part of the lead, so that it is out long before anybody could miss it."""
+MOST_HELD_S: Final = 1.0
 
 Urgency: TypeAlias = tuple[bool, int, float, bool, float]
 """Smaller is more urgent; only to be compared."""
@@ -40,6 +44,14 @@ class Lead:
         """Whether its next chunk can wait for somebody else's first one."""
         lead = self.seconds()
         return lead is not None and lead >= AHEAD_S
+
+    def may_hold(self, seconds: float) -> bool:
+        """Whether so much sound may wait for more to go out with: a message per frame would cost more than the frame.
+
+        Who holds sound back asks again with each step, as the lead melts.
+        """
+        lead = self.seconds()
+        return lead is not None and seconds <= min(MOST_HELD_S, lead * HELD_PART)
 
     def urgency(self) -> Urgency:
         """The order of work.

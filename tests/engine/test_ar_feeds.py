@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -209,9 +209,9 @@ async def collect(outputs: AsyncIterator[Any]) -> tuple[list[int], list[int], Fi
             continue
         assert isinstance(output, CodeFrameChunk)
         assert output.position == len(units)
-        assert output.frames.shape == (1, 2)
-        units.append(int(output.frames[0, 0]))
-        drawn.append(int(output.frames[0, 1]))
+        assert output.frames.shape == (len(output.frames), 2)
+        units.extend(output.frames[:, 0].tolist())
+        drawn.extend(output.frames[:, 1].tolist())
     assert finish is not None
     assert finish.usage.audio_tokens == len(units)
     return units, drawn, finish
@@ -515,6 +515,48 @@ async def diary_of(start: Any, model: type[Diary], *newcomers: tuple[int, int]) 
     for task in (old, *new):
         assert (await task)[2].reason == "stop"
     return list(toy.diary[22:])
+
+
+async def sizes_of(outputs: Any) -> tuple[list[int], list[int]]:
+    """How many frames each chunk has, and all their units."""
+    chunks = [output async for output in outputs if isinstance(output, CodeFrameChunk)]
+    return [len(chunk.frames) for chunk in chunks], [unit for chunk in chunks for unit in chunk.frames[:, 0].tolist()]
+
+
+async def test_frames_go_out_together_only_while_the_listener_has_far_more_in_hand(start: Any) -> None:
+    """At ten frames a second: one by one up to 0.8 s, then an eighth of what went out, at most a second of sound."""
+    ask, units = Ask(frames=150), list(range(150))
+    engine = await start(max_num_seqs=1)
+    sizes, heard = await sizes_of(run(engine, source(ask, units)))
+    assert heard == units
+    assert sizes[:8] == [1] * 8
+    assert all(size == 1 or 8 * (size - 1) <= sum(sizes[:place]) for place, size in enumerate(sizes))
+    assert max(sizes) in (10, 11)
+    engine = await start(Slow, max_num_seqs=1)
+    assert await sizes_of(run(engine, source(ask, units))) == ([1] * 150, units)
+
+
+class BreaksLate(Toy):
+    """Its frame 43 holds no numbers."""
+
+    def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
+        return replace(super().step(slots, steps), finite=[step != 43 for step in steps])
+
+
+@pytest.mark.parametrize("model", [Toy, BreaksLate])
+async def test_frames_that_were_held_go_out_before_the_row_waits_or_fails(start: Any, model: type[Toy]) -> None:
+    engine, pipe, count = await start(model), Pipe(), 0
+    for item in (Ask(), list(range(50))):
+        await pipe.queue.put(item)
+    outputs = run(engine, pipe.read())
+    expected = 43 if model is BreaksLate else 50
+    while count < expected:
+        count += len((await asyncio.wait_for(anext(outputs), 5)).frames)
+    assert count == expected
+    if model is BreaksLate:
+        with pytest.raises(StageFailedError, match="NaN"):
+            await anext(outputs)
+    await outputs.aclose()
 
 
 async def test_while_all_are_ahead_of_their_listeners_prompts_go_first(start: Any) -> None:

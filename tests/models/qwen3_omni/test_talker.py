@@ -243,8 +243,8 @@ async def test_text_may_come_late_and_token_by_token(start: Any, references: dic
     request = Request("r", 1, sampling=limited(GREEDY))
     async for output in engine.generate(request, {"thinker": late()}):
         if isinstance(output, CodeFrameChunk):
-            events.append("frame")
-            frames.append(output.frames[0])
+            events.extend(["frame"] * len(output.frames))
+            frames.extend(output.frames)
             go.set()
     np.testing.assert_array_equal(np.stack(frames), whole.codes)
     fed = ["token", "frame"] * len(whole.answer)
