@@ -1,6 +1,6 @@
 """Ray's side of the metrics: the instruments of ``monitoring.metrics``, and who records what.
 
-Each is recorded once per request or once per message, never per token: an observation costs about 5 microseconds.
+Each is recorded once per request or a few times a second, never per token: an observation costs some 20 microseconds.
 """
 
 import time
@@ -16,6 +16,9 @@ from omni_ray.monitoring.metrics import COMMON, CONTINUITY_S, PREFIX, Metric
 from omni_ray.serve.watch import Watch
 
 GAUGES_EVERY_S = 2.0
+EDGES_EVERY_S = 0.1
+"""Of an edge's messages so close together one is timed, and their bytes are told at once: a busy edge has thousands of
+messages a second, and an observation costs some 20 microseconds."""
 MOST_LEAD_S = 60.0
 
 
@@ -118,13 +121,24 @@ class EdgeMeters:
         self._bytes.set_default_tags({**labels.tags(), **edge})
         self._in_flight = _histogram(metrics.TRANSFER_IN_FLIGHT_S, labels, edge)
         self._rx = _histogram(metrics.TRANSFER_RX_S, labels, edge)
+        self._untold = 0
+        self._told_at = self._timed_at = 0.0
 
     def received(self, nbytes: int, sent_at: float) -> None:
         """A message of ``nbytes`` of arrays came; ``sent_at`` on the wall clock, 0 if it does not say."""
-        if nbytes:
-            self._bytes.inc(nbytes)
-        if sent_at:
-            self._in_flight.observe(max(0.0, time.time() - sent_at))
+        now = time.time()
+        self._untold += nbytes
+        if self._untold and now - self._told_at > EDGES_EVERY_S:
+            self.tell()
+        if sent_at and now - self._timed_at > EDGES_EVERY_S:
+            self._timed_at = now
+            self._in_flight.observe(max(0.0, now - sent_at))
+
+    def tell(self) -> None:
+        """Count the bytes that came; also at the end of every stream."""
+        if self._untold:
+            self._bytes.inc(self._untold)
+            self._untold, self._told_at = 0, time.time()
 
     def read(self, seconds: float) -> None:
         """A latent behind a ref was read."""

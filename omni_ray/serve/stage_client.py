@@ -162,34 +162,37 @@ class Client(ABC):
     ) -> AsyncGenerator[Received, None]:
         """Events of ``batches``, each awaited no longer than the deadlines say; failures become our errors."""
         limit, late, deadline = self._streaming.first_chunk_timeout_s, StageTimeoutError, Deadline()
-        while True:
-            ours: OmniRayError | None = None
-            cancelled = False
-            try:
-                async with deadline.within(limit):
-                    batch = await anext(batches)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                ours = late(f"stage {self.stage} sent nothing for {limit:g} s")
-            except (asyncio.CancelledError, Exception) as error:
-                if _is_ours(error):
-                    raise
-                cancelled, ours = isinstance(_cause(error), _CANCELLED), self._mapped(error)
-            if cancelled:
-                await asyncio.sleep(OWN_CANCELLATION_S)
-            if ours is not None:
-                raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
-            if side is not None:
-                side.took()
-            self._measure(batch, trace)
-            for event in batch:
-                if isinstance(event, Saturated):
-                    raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
-                nbytes = self._latent_bytes(event) if side is not None and isinstance(event, OutputEvent) else 0
-                latent = side.arrived(nbytes) if side is not None and nbytes else None
-                yield Received(event, latent, self._edge, deadline)
-            limit, late = self._streaming.idle_timeout_s, StageSilentError
+        try:
+            while True:
+                ours: OmniRayError | None = None
+                cancelled = False
+                try:
+                    async with deadline.within(limit):
+                        batch = await anext(batches)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    ours = late(f"stage {self.stage} sent nothing for {limit:g} s")
+                except (asyncio.CancelledError, Exception) as error:
+                    if _is_ours(error):
+                        raise
+                    cancelled, ours = isinstance(_cause(error), _CANCELLED), self._mapped(error)
+                if cancelled:
+                    await asyncio.sleep(OWN_CANCELLATION_S)
+                if ours is not None:
+                    raise ours  # outside the handler: chained, cause and context would form a cycle that holds frames
+                if side is not None:
+                    side.took()
+                self._measure(batch, trace)
+                for event in batch:
+                    if isinstance(event, Saturated):
+                        raise SaturatedError(event.message, retry_after_s=event.retry_after_s)
+                    nbytes = self._latent_bytes(event) if side is not None and isinstance(event, OutputEvent) else 0
+                    latent = side.arrived(nbytes) if side is not None and nbytes else None
+                    yield Received(event, latent, self._edge, deadline)
+                limit, late = self._streaming.idle_timeout_s, StageSilentError
+        finally:
+            self._edge.tell()
 
     def _measure(self, batch: list[Event], trace: RunTrace | None) -> None:
         last = batch[-1]
