@@ -1,7 +1,9 @@
 """The deployment that runs a stage, or several in one process: one streaming method, and what Ray Serve asks for."""
 
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from typing import Final
 
 import ray
 from ray import serve
@@ -21,6 +23,11 @@ from omni_ray.serve.specs import DeploymentSpec
 from omni_ray.serve.stage_client import Client, StageClient
 
 
+TURN_S: Final = 0.0005
+"""How long a thread may keep Python's interpreter while another one wants it. By Python's default, 5 ms, the thread that
+launches a GPU's next step could wait for longer than the step takes."""
+
+
 class Stage:
     """Stages of a pipeline. Names no other stage: whom they call comes with each request's plan."""
 
@@ -31,6 +38,7 @@ class Stage:
         self._stages: dict[str, RunningStage] = {}
         self._was_ready = False
         load_plugins()
+        sys.setswitchinterval(TURN_S)
         context = serve.get_replica_context()
         self._tuning = spec.derived.tuning
         pipeline = spec.stages[-1].pipeline.name
