@@ -22,9 +22,8 @@ from omni_ray.serve.slack import most_loaded
 from omni_ray.serve.specs import DeploymentSpec
 from omni_ray.serve.stage_client import Client, StageClient
 
-
 TURN_S: Final = 0.0005
-"""How long a thread may keep Python's interpreter while another one wants it. By Python's default, 5 ms, the thread that
+"""How long a thread may keep the interpreter while another one wants it. By Python's default, 5 ms, the thread that
 launches a GPU's next step could wait for longer than the step takes."""
 
 
