@@ -13,13 +13,12 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Final, Literal, ParamSpec
+from typing import Any, Final, ParamSpec
 
 import torch
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK
-from omni_ray.engine.ar_row import Advance, Mail, News, Row, Steps, Waiting
+from omni_ray.engine.ar_row import Advance, Letter, Mail, News, Row, Steps, Waiting
 from omni_ray.engine.ar_selftest import self_test
 from omni_ray.engine.batches import BatchLengthError, check_length
 from omni_ray.engine.types import Finish
@@ -31,15 +30,6 @@ P = ParamSpec("P")
 
 LOOK_S: Final = 0.05
 """How often a sleeping thread looks whether what rows hold back is due."""
-
-
-@dataclass(frozen=True, slots=True)
-class Letter:
-    """What an owner tells the loop about a row: it is new, an item for it arrived, no more will, or it is cancelled."""
-
-    row: Row
-    kind: Literal["new", "item", "end", "cancel"]
-    item: Any = None
 
 
 class DecodeLoop:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,15 @@ class Row:
     def behind(self) -> bool:
         """Whether it must catch up with its record before it can step."""
         return self.replayed < self.recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """What an owner tells the loop about a row: it is new, an item for it arrived, no more will, or it is cancelled."""
+
+    row: Row
+    kind: Literal["new", "item", "end", "cancel"]
+    item: Any = None
 
 
 @dataclass(slots=True)
