@@ -262,6 +262,19 @@ def serving(cluster: str) -> Serving:
     return start
 
 
+def lose(node: Any) -> None:
+    """Everything of a Ray node, given as the process that started it, is gone at once."""
+    import psutil
+
+    if not node.is_running():
+        return
+    for process in [node, *node.children(recursive=True)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S, every_s: float = 0.02) -> float:
     """Poll until ``condition``; returns how long it took, fails after ``seconds``."""
     started = time.monotonic()

@@ -14,6 +14,7 @@ import yaml
 
 from omni_ray import __version__
 from omni_ray.serve.cluster import check_fits, needs, place
+from tests.bench.test_bench_ramp import CONFIG
 from tests.conftest import Serving
 from tests.k8s.crd_schema import Doc, load_documents
 from tests.k8s.ray_cluster import cluster_of, containers, groups, ray_nodes
@@ -166,7 +167,7 @@ def test_the_ready_gate_waits_for_ready(serving: Serving) -> None:
     (job,) = documents(K8S / "ready-gate.yaml")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     command = [*container["command"], container["args"][0].replace("10", "2")]
-    app = serving("ramp")
+    app = serving("ramp", CONFIG)
     done = subprocess.run(
         command, env={**os.environ, "URL": app.url}, capture_output=True, text=True, timeout=60
     )  # fmt: skip

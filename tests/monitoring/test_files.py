@@ -25,6 +25,14 @@ K8S = Path(__file__).parents[2] / "k8s/components/monitoring"
 NAMES = {m.exported for m in METRICS}
 SERIES = NAMES | {f"{m.exported}_{part}" for m in METRICS if m.kind == "histogram" for part in ("bucket", "count")}
 
+CONFIG: dict[str, Any] = {
+    "stages": {
+        "thinker": {"engine": {"latent_width": 40_000}},
+        "code2wav": {"engine": {"chunk_frames": [3], "faults": {"delay_ms": 20}}},
+    }
+}
+"""Shared with the demo page's tests: latents as refs, and sound that streams while it plays."""
+
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
 
 
@@ -82,7 +90,7 @@ async def test_every_panel_has_data(serving: Serving, tmp_path: Path) -> None:
     """A real Prometheus on the session's cluster, load on ``ramp``, and every query of the dashboard asked."""
     import ray
 
-    app = serving("ramp", {"stages": {"thinker": {"engine": {"latent_width": 40_000}}}})
+    app = serving("ramp", CONFIG)
     discovery = tmp_path / "discovery.json"
     targets = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()]
     discovery.write_text(json.dumps([{"labels": {}, "targets": targets}]))

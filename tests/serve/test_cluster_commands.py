@@ -9,16 +9,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import free_port, wait_until
+from tests.conftest import free_port, lose, wait_until
 from tests.serve.test_ramp import TEXT, speech
 
 pytestmark = pytest.mark.alone
@@ -57,17 +60,22 @@ def head() -> Iterator[dict[str, str]]:
         wait_until(up, 120)
         yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_DASHBOARD_ADDRESS": agent}
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        lose(psutil.Process(process.pid))  # asked to stop, it takes half a minute
         process.wait(120)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def run(*words: str, env: dict[str, str], timeout: float = 240) -> str:
-    done = subprocess.run(
-        [str(BIN / words[0]), *words[1:]], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def done(*words: str, env: dict[str, str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, however it did."""
+    command = [str(BIN / words[0]), *words[1:]]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def run(*words: str, env: dict[str, str]) -> str:
+    """What a command printed that ended well."""
+    ended = done(*words, env=env)
+    assert ended.returncode == 0, f"{' '.join(words)}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
 
 
 HTTP_PORT = free_port()
@@ -124,110 +132,131 @@ def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path) -> None:
     """C67: ``serve build graphs.built:x`` and ``omni-ray build x`` validate, deploy and answer.
 
     C36: the ingress warns that Serve's total timeout, 60 s here, is shorter than the longest speech.
+
+    A ``deployments:`` block replaces options silently in Serve; our stages refuse to start and name the key. A
+    placement group is compared resource by resource: one of the right number of bundles was once good enough.
     """
     from ray.serve.schema import ServeDeploySchema
 
     built, ours = tmp_path / "built.yaml", tmp_path / "ours.yaml"
-    run("serve", "build", "graphs.built:ramp", "-o", str(built), env=head)
-    run("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml", "-o", str(ours), env=head)
+    with ThreadPoolExecutor() as pool:
+        for each in [
+            pool.submit(run, "serve", "build", "graphs.built:ramp", "-o", str(built), env=head),
+            pool.submit(run, *BUILD, "-o", str(ours), env=head),
+        ]:
+            each.result()
     for file in (ours, built):
         config = yaml.safe_load(file.read_text())
         ServeDeploySchema.model_validate(config)
-        assert ("deployments" in config["applications"][0]) == (file == built)
+        (app,) = config["applications"]
+        assert ("deployments" in app) == (file == built)
         config["http_options"] |= {"port": HTTP_PORT, "request_timeout_s": 60}
-        config["applications"][0]["route_prefix"] = "/"
-        config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+        app["route_prefix"] = "/"
+        app["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+        if file == built:
+            config["applications"].append(overridden(yaml.safe_load(ours.read_text())["applications"][0]))
         file.write_text(yaml.safe_dump(config))
-        run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
+        if file == ours:
+            run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
+        else:
+            deploy(head, config)
         wait_until(lambda: answers(f"http://127.0.0.1:{HTTP_PORT}"), 180)
     logs = Path(head["RAY_TMPDIR"]).glob("ray/session_*/logs/serve/replica_ramp_ingress_*.log")
     assert any("http_options.request_timeout_s is 60 s, but one answer may speak" in log.read_text() for log in logs)
-
-
-def test_an_override_block_is_refused(head: dict[str, str], tmp_path: Path) -> None:
-    """A ``deployments:`` block replaces options silently in Serve; our stages refuse to start and name the key.
-
-    A placement group is compared resource by resource: one of the right number of bundles was once good enough.
-    """
-    file = tmp_path / "override.yaml"
-    run("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml", "-o", str(file), env=head)
-    config = yaml.safe_load(file.read_text())
-    app = config["applications"][0]
-    app["args"]["deploy_config"]["stages"] = {"code2wav": {"deployment": {"ray_actor_options": {"num_gpus": 0.5}}}}
-    app["deployments"] = [
-        {"name": "talker", "ray_actor_options": {"num_cpus": 0.3}},
-        {"name": "code2wav", "placement_group_bundles": [{"CPU": 0.4, "GPU": 0.5}]},
-    ]
-    app["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-    app["name"], app["route_prefix"] = "override", "/override"
-    del config["http_options"]
-    file.write_text(yaml.safe_dump(config))
-    run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
-
-    def said() -> str:
-        """What ``serve status`` prints, without a Python of its own each time."""
-        known = httpx.get(f"{head['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/").json()["applications"]
-        told = known.get("override", {"status": "", "message": "", "deployments": {}})
-        messages = [told["status"], told["message"], *(each["message"] for each in told["deployments"].values())]
-        return " ".join(" ".join(messages).split())
-
     expected = (
         "DEPLOY_FAILED",
         "ray_actor_options.num_cpus",
         "stages.talker",
         "placement_group_bundles[0].CPU = 0.4, but 0.1 was derived",
     )
-    wait_until(lambda: all(words in said() for words in expected), 180)
+    wait_until(lambda: all(words in said_of(head, "override") for words in expected), 180)
+    deploy(head, {**config, "applications": []})
+    wait_until(lambda: not applications(head), 180)
 
 
-def test_serve_run(head: dict[str, str]) -> None:
-    """``serve run graphs:ramp key=value``; a wrong argument fails at once and names the right one."""
-    typo = [str(BIN / "serve"), "run", "graphs:ramp", "deploy_confg=x"]
-    bad = subprocess.run(typo, cwd=ROOT, env=head, capture_output=True, text=True, timeout=240)
-    assert bad.returncode != 0
-    assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
-    words = ["serve", "run", "--name", "run", "--route-prefix", "/run"]
-    words += ["graphs:ramp", "deploy_config=deploy_configs/ramp.yaml"]
-    with in_background(*words, env=head) as command:
-        url = command.said("is ready at").split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
-        wait_until(lambda: answers(url))
+BUILD = ("omni-ray", "build", "ramp", "deploy_config=deploy_configs/ramp.yaml")
+SERVE_API = "/api/serve/applications/"
+
+
+def deploy(head: dict[str, str], config: dict[str, Any]) -> None:
+    """What ``serve deploy`` does, without a Python of its own."""
+    httpx.put(f"{head['RAY_DASHBOARD_ADDRESS']}{SERVE_API}", json=config, timeout=60).raise_for_status()
+
+
+def overridden(app: dict[str, Any]) -> dict[str, Any]:
+    """``app`` as somebody would change it who does not know where its options come from."""
+    stages = {"code2wav": {"deployment": {"ray_actor_options": {"num_gpus": 0.5}}}}
+    args = {**app["args"], "deploy_config": {**app["args"]["deploy_config"], "stages": stages}}
+    deployments = [
+        {"name": "talker", "ray_actor_options": {"num_cpus": 0.3}},
+        {"name": "code2wav", "placement_group_bundles": [{"CPU": 0.4, "GPU": 0.5}]},
+    ]
+    return {**app, "name": "override", "route_prefix": "/override", "args": args, "deployments": deployments}
+
+
+def applications(head: dict[str, str]) -> dict[str, Any]:
+    """What ``serve status`` prints, without a Python of its own each time."""
+    known: dict[str, Any] = httpx.get(f"{head['RAY_DASHBOARD_ADDRESS']}{SERVE_API}").json()["applications"]
+    return known
+
+
+def said_of(head: dict[str, str], name: str) -> str:
+    told = applications(head).get(name, {"status": "", "message": "", "deployments": {}})
+    messages = [told["status"], told["message"], *(each["message"] for each in told["deployments"].values())]
+    return " ".join(" ".join(messages).split())
 
 
 @pytest.mark.weights
-def test_a_busy_cluster(head: dict[str, str]) -> None:
-    """What fits beside what runs: ``plan`` and the starting lines of ``serve`` say which stage waits for what.
+def test_serve_run_and_a_busy_cluster(head: dict[str, str], tmp_path: Path) -> None:
+    """``serve run graphs:ramp key=value`` answers; a wrong argument fails at once and names the right one.
 
-    Serve keeps the port that it was first started with, which ``serve`` once did not know.
+    What fits beside what runs: ``plan`` and the starting lines of ``serve`` say which stage waits for what. Serve keeps
+    the port that it was first started with, which ``serve`` once did not know.
+
+    C64: of what no node could ever hold it is said what is needed and what there is, and nothing is waited for.
     """
-    talker = '{"deployment": {"ray_actor_options": {"num_cpus": 12}}}'
-    hog = f'deploy_config={{"stages": {{"talker": {talker}}}, "ingress": {{"grace_s": 2}}}}'
-    each = {"deployment": {"ray_actor_options": {"num_cpus": 3.9}}}
-    stages = dict.fromkeys(("listener", "thinker", "talker", "code2wav"), each)
-    large = json.dumps({"stages": stages, "ingress": {"grace_s": 2}})
-    run("serve", "start", "--http-port", str(HTTP_PORT), env=head)
-    asked = str(free_port())
-    words = ["serve", "run", "--name", "ramp", "--route-prefix", "/busy", "graphs:ramp", hog]
-    with in_background(*words, env=head) as command:
-        command.said("is ready at")
-        own = run("omni-ray", "plan", "ramp", hog, env=head)
-        assert "the application runs there already: RUNNING" in own
-        plan = [str(BIN / "omni-ray"), "plan", "voice_chat", f"deploy_config={large}"]
-        done = subprocess.run([*plan, "--json"], cwd=ROOT, env=head, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 1
-        report = json.loads(done.stdout)["cluster"]
-        assert report["nodes"][0]["total"]["CPU"] == 16
-        assert report["nodes"][0]["free"]["CPU"] == pytest.approx(3.7)
-        fits = {row["deployment"]: (row["now"], row["ever"], row["missing"]) for row in report["deployments"]}
-        assert fits["ingress"] == (1, 1, "")
-        assert fits["thinker"][:2] == (0, 1)
-        assert fits["thinker"][2] == "no node offers 3.9 CPU, the most is 3.7 CPU"
-        serve = [str(BIN / "omni-ray"), "serve", *plan[2:], "--start-timeout", "4", "--port", asked]
-        done = subprocess.run(serve, cwd=ROOT, env=head, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 1
-        assert re.search(rf"Serve on that cluster answers on port \d+ already, not {asked}\n", done.stderr)
-        assert "voice_chat was not ready within 4 s" in done.stderr
-        assert "thinker: 0 of 1 replicas run; 1 without a node, needing 3.9 CPU: no node offers 3.9 CPU" in done.stderr
-        assert "Traceback" not in done.stderr
+    hog, grace = tmp_path / "hog.yaml", {"ingress": {"grace_s": 2}}
+    hog.write_text(yaml.safe_dump({"stages": {"talker": needing(num_cpus=12)}, **grace}))
+    large = {"stages": {name: needing(num_cpus=3.9) for name in ("listener", "thinker", "talker", "code2wav")}, **grace}
+    never = json.dumps({"stages": {"talker": needing(num_gpus=2)}})
+    with ThreadPoolExecutor() as pool:
+        typo = pool.submit(done, "serve", "run", "graphs:ramp", "deploy_confg=x", env=head)
+        run("serve", "start", "--http-port", str(HTTP_PORT), env=head)
+        bad = typo.result()
+        assert bad.returncode != 0
+        assert "did you mean 'deploy_config'?" in bad.stderr + bad.stdout
+        words = ["serve", "run", "--name", "ramp", "--route-prefix", "/busy", "graphs:ramp", f"deploy_config={hog}"]
+        with in_background(*words, env=head) as command:
+            url = command.said("is ready at").split("is ready at")[1].split("\x1b")[0].strip().rstrip(".")
+            assert url.endswith(f":{HTTP_PORT}/busy")
+            wait_until(lambda: answers(url))
+            plan, asked = ["voice_chat", f"deploy_config={json.dumps(large)}"], str(free_port())
+            own = pool.submit(run, "omni-ray", "plan", "ramp", f"deploy_config={hog}", env=head)
+            small = pool.submit(done, "omni-ray", "serve", "ramp", f"deploy_config={never}", "--port", asked, env=head)
+            told = done("omni-ray", "plan", *plan, "--json", env=head)
+            assert told.returncode == 1
+            report = json.loads(told.stdout)["cluster"]
+            assert report["nodes"][0]["total"]["CPU"] == 16
+            assert report["nodes"][0]["free"]["CPU"] == pytest.approx(3.7)
+            fits = {row["deployment"]: (row["now"], row["ever"], row["missing"]) for row in report["deployments"]}
+            assert fits["ingress"] == (1, 1, "")
+            assert fits["thinker"][:2] == (0, 1)
+            assert fits["thinker"][2] == "no node offers 3.9 CPU, the most is 3.7 CPU"
+            assert "the application runs there already: RUNNING" in own.result()
+            assert small.result().returncode == 2
+            assert "talker needs 0.1 CPU + 2 GPU" in small.result().stderr
+            late = done("omni-ray", "serve", *plan, "--start-timeout", "4", "--port", asked, env=head)
+            assert late.returncode == 1
+            assert re.search(rf"Serve on that cluster answers on port \d+ already, not {asked}\n", late.stderr)
+            assert "voice_chat was not ready within 4 s" in late.stderr
+            waits = "thinker: 0 of 1 replicas run; 1 without a node, needing 3.9 CPU: no node offers 3.9 CPU"
+            assert waits in late.stderr
+            assert "Traceback" not in late.stderr
+            command.process.kill()  # its cluster goes next
+
+
+def needing(**options: float) -> dict[str, Any]:
+    return {"deployment": {"ray_actor_options": options}}
 
 
 def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
@@ -245,16 +274,3 @@ def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
             command.process.send_signal(signal.SIGTERM)
             assert pcm + b"".join(pieces) == oracle.pcm(text)
         assert command.process.wait(120) == 0
-
-
-def test_too_small_a_cluster_is_said_before_anything_starts() -> None:
-    """C64: what is needed, what there is, and no waiting."""
-    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    env.pop("RAY_ADDRESS", None)
-    config = '{"stages": {"talker": {"deployment": {"ray_actor_options": {"num_gpus": 1}}}}}'
-    done = subprocess.run(
-        [str(BIN / "omni-ray"), "serve", "ramp", f"deploy_config={config}", "--port", str(free_port())],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "talker needs 0.1 CPU + 1 GPU" in done.stderr

@@ -102,7 +102,6 @@ async def test_other_code_never_goes_on_with_a_request(serving: Serving) -> None
         assert oracle.pcm(WORDS).startswith(heard(chunks[:-1])[0])
         pcm, text = await ask_chat(client, TEXT)
         assert (pcm, text) == (oracle.pcm(TEXT, frames_per_token=4), TEXT)
-    await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(max_takeovers=3))
 
 
 async def test_another_schema_is_refused_before_output(serving: Serving) -> None:
@@ -115,8 +114,8 @@ async def test_another_schema_is_refused_before_output(serving: Serving) -> None
     from omni_ray.serve.builder import bind
     from omni_ray.serve.resolve import AppArgs, resolve
 
-    app = serving("ramp", config(max_concurrent_requests=100))
-    resolved = resolve("ramp", AppArgs(deploy_config=config(max_concurrent_requests=100)))
+    app = serving("ramp", config(max_takeovers=3))  # with the talker of the test before, if that has run
+    resolved = resolve("ramp", AppArgs(deploy_config=config(max_takeovers=3)))
     newer = tuple(
         replace(alone, stages=(replace(alone.stages[0], pipeline=_with_schema(resolved.pipeline, 2)),))
         if alone.name == "talker"

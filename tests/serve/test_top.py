@@ -2,22 +2,13 @@
 
 import asyncio
 import re
-from typing import Any
 
 import pytest
 
 from omni_ray.cli import main
 from omni_ray.serve.top import look
 from tests.conftest import Serving, wait_until
-
-CONFIG: dict[str, Any] = {
-    "stages": {
-        "thinker": {"deployment": {"num_replicas": 2}},
-        "code2wav": {
-            "engine": {"chunk_frames": [3], "max_num_seqs": 1, "reserved_seqs": 0, "allow_request_faults": True}
-        },
-    },
-}
+from tests.serve.test_tracing import CONFIG
 
 
 async def test_snapshot_beside_two_streams(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,13 +20,17 @@ SECRET = "zanzibar"
 LOGS = {"logging_config": {"encoding": "JSON"}}
 CONFIG: dict[str, Any] = {
     "stages": {
-        "thinker": {"deployment": LOGS},
+        "thinker": {"deployment": {**LOGS, "num_replicas": 2}},
         "talker": {"deployment": LOGS},
-        "code2wav": {"deployment": LOGS, "engine": {"chunk_frames": [3], "allow_request_faults": True}},
+        "code2wav": {
+            "deployment": LOGS,
+            "engine": {"chunk_frames": [3], "max_num_seqs": 1, "reserved_seqs": 0, "allow_request_faults": True},
+        },
     },
     "ingress": {"deployment": LOGS},
     "observe": {"tracing": True},
 }
+"""Shared with ``test_top``."""
 
 
 class Collector(ThreadingHTTPServer):

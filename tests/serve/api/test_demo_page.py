@@ -20,6 +20,7 @@ from api_fakes import serving as served
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.models.ramp import oracle
 from tests.conftest import Served, Serving
+from tests.monitoring.test_files import CONFIG
 
 CHROMIUM = shutil.which("chromium")
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
@@ -72,7 +73,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def app(serving: Serving) -> Served:
     """``ramp``, its sound made in real time's fifth, so that it streams while it plays."""
-    return serving("ramp", {"stages": {"code2wav": {"engine": {"chunk_frames": [3], "faults": {"delay_ms": 20}}}}})
+    return serving("ramp", CONFIG)
 
 
 @pytest.fixture
