@@ -21,10 +21,11 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.frame_graphs import FrameGraphs
 from omni_ray.engine.kernels import launch
-from omni_ray.engine.options import CodecLMOptions
+from omni_ray.engine.kv_table import KVTable
 from omni_ray.engine.types import Request
 from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
 from omni_ray.models.qwen3_omni.checkpoint import PUBLISHED
+from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.pipeline import TALKER
 from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
 
@@ -43,8 +44,8 @@ def context(stage: StagePipelineConfig, model_cls: type, options: object) -> Eng
     return EngineContext(stage, str(published()), model_cls, options, "dummy")  # type: ignore[arg-type]
 
 
-def load(rows: int, length: int, dtype: str = "bfloat16") -> Qwen3OmniTalker:
-    options = CodecLMOptions(max_num_seqs=rows, max_model_len=length, dtype=dtype)
+def load(rows: int, length: int, dtype: str = "bfloat16", kv_cache_dtype: str = "auto") -> Qwen3OmniTalker:
+    options = TalkerOptions(max_num_seqs=rows, max_model_len=length, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     talker = Qwen3OmniTalker(context(TALKER, Qwen3OmniTalker, options))
     talker.load()
     return talker
@@ -52,6 +53,15 @@ def load(rows: int, length: int, dtype: str = "bfloat16") -> Qwen3OmniTalker:
 
 def table(captured: CapturedTalker, rows: int, length: int, frame: int) -> np.ndarray:
     return captured.table([(slot, 1000 + slot, frame, length, float(length)) for slot in range(rows)])
+
+
+def fill(cache: KVTable) -> None:
+    """Normally distributed numbers, layer by layer."""
+    for layer, numbers in enumerate(cache.numbers):
+        noise = torch.randn(numbers.shape, device=numbers.device, dtype=torch.bfloat16)
+        numbers.copy_(noise if cache.scales is None else noise * 100)
+        if cache.scales is not None:
+            cache.scales[layer] = 0.01
 
 
 def time_frames(captured: CapturedTalker, rows: int, length: int, frames: int = 60) -> float:
@@ -87,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--no-overlap", action="store_true", help="launch kernels one strictly after the other")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     args = parser.parse_args()
     torch.set_num_threads(4)
@@ -94,14 +105,14 @@ def main() -> None:
     most, longest = max(args.rows), max(LENGTHS)
     began = time.perf_counter()
     with torch.inference_mode():
-        talker = load(most, longest + 128)
+        talker = load(most, longest + 128, kv_cache_dtype=args.kv_cache_dtype)
         print(f"start-up (weights, kernels, common graphs): {time.perf_counter() - began:.1f} s", flush=True)
         captured = talker._captured
         assert captured is not None
         captured.graphs.wait()
         print(f"all graphs {captured.graphs.sizes}: {time.perf_counter() - began:.1f} s", flush=True)
         for cache in (talker._talker.keys, talker._talker.values):
-            cache.normal_()
+            fill(cache)
         for slot in range(most):
             captured.sample_as(slot, Request(str(slot), seed=slot, sampling=SAMPLING))
         result = {}

@@ -31,7 +31,7 @@ class PromptPiece:
 
     def __init__(self, decoder: SlotDecoder, size: int, reach: int) -> None:
         """Args: the decoder that computes, most positions of a piece, and how much of the cache it looks at."""
-        device, dtype = decoder.keys.device, decoder.keys.dtype
+        device, dtype = decoder.device, decoder.dtype
         self._decoder, self._reach = decoder, reach
         self._embeds = torch.zeros(size, decoder.hidden, dtype=dtype, device=device)
         self._axes = torch.zeros(3, size, device=device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.fixed_shapes import attend_alike
+from omni_ray.engine.kv_table import KVTable
 from omni_ray.engine.rotary import rotate
 
 Rotary = tuple[Tensor, Tensor]
@@ -65,19 +66,18 @@ def _attend(attention: Any, index: int, x: Tensor, rotary: Rotary, mask: Tensor 
 class SlotDecoder:
     """A decoder of transformers (``layers``, ``norm``, ``rotary_emb``) whose KV cache is a static table of slots.
 
-    ``keys`` and ``values`` are [layers, slots, g, length, d]. Nothing is ever cleared: what lies behind a row's
-    position is masked. ``hidden`` is the width of embeddings, which have the table's dtype and device.
+    Nothing in ``keys`` and ``values`` is ever cleared: what lies behind a row's position is masked. ``hidden`` is the
+    width of embeddings, which are of ``dtype`` and on ``device``.
     """
 
-    def __init__(self, model: Any, slots: int, length: int) -> None:
-        """Take over an upstream model in evaluation mode; it is not changed."""
+    def __init__(self, model: Any, slots: int, length: int, *, fp8: bool = False) -> None:
+        """Take over an upstream model in evaluation mode; it is not changed. With ``fp8`` the cache has 8 bits."""
         self._model = model
         self.slots, self.length, self.hidden = slots, length, int(model.config.hidden_size)
         config, weight = model.config, model.norm.weight
+        self.dtype, self.device = weight.dtype, weight.device
         shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
-        # Zeros that nobody touched take no memory.
-        self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = KVTable.zeros(shape, weight, fp8), KVTable.zeros(shape, weight, fp8)
 
     def forward(self, embeds: Tensor, angles: Tensor, positions: Tensor, rows: range, reach: int) -> Tensor:
         """Compute positions and write their KV.
@@ -96,9 +96,10 @@ class SlotDecoder:
         visible = torch.arange(reach, device=embeds.device) <= positions[:, :, None]
 
         def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            self._store(layer, row, positions, k, v)
+            self.keys.write(layer, row, positions, k)
+            self.values.write(layer, row, positions, v)
             mine = slice(rows.start, rows.stop)
-            return self.keys[layer][mine, :, :reach], self.values[layer][mine, :, :reach]
+            return self.keys.read(layer, mine, reach, k.dtype), self.values.read(layer, mine, reach, v.dtype)
 
         return self._run(embeds, angles, visible, remember)
 
@@ -118,15 +119,12 @@ class SlotDecoder:
         others = (places > last)[:, None]
 
         def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            self._store(layer, slot[:, None], positions[None], k, v)
-            keys, values = self.keys[layer][slot, :, :reach], self.values[layer][slot, :, :reach]
+            self.keys.write(layer, slot[:, None], positions[None], k)
+            self.values.write(layer, slot[:, None], positions[None], v)
+            keys, values = self.keys.read(layer, slot, reach, k.dtype), self.values.read(layer, slot, reach, v.dtype)
             return keys.masked_fill(others, 0), values.masked_fill(others, 0)
 
         self._run(embeds[None], axes[:, None], (places <= positions[:, None])[None], remember)
-
-    def _store(self, layer: int, row: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self.keys[layer][row, :, positions] = k.transpose(1, 2)
-        self.values[layer][row, :, positions] = v.transpose(1, 2)
 
     def _run(self, embeds: Tensor, angles: Tensor, visible: Tensor, remember: Remember) -> Tensor:
         """Layers and the last norm; ``visible`` [n, t, seen] says what each position looks at."""

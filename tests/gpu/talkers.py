@@ -7,8 +7,8 @@ import torch
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.types import Request
+from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.pipeline import TALKER
 from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
@@ -25,14 +25,14 @@ OTHERS = (
 TEXT = tuple(range(2000, 2012))
 
 
-def context(directory: Path, dtype: str, rows: int) -> EngineContext:
-    options = CodecLMOptions(max_num_seqs=rows, max_model_len=512, dtype=dtype)
+def context(directory: Path, dtype: str, rows: int, kv_cache_dtype: str = "auto") -> EngineContext:
+    options = TalkerOptions(max_num_seqs=rows, max_model_len=512, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     return EngineContext(TALKER, str(directory), Qwen3OmniTalker, options, "dummy", lambda line: None)
 
 
-def load(directory: Path, dtype: str, rows: int) -> Qwen3OmniTalker:
+def load(directory: Path, dtype: str, rows: int, kv_cache_dtype: str = "auto") -> Qwen3OmniTalker:
     torch.manual_seed(0)
-    talker = Qwen3OmniTalker(context(directory, dtype, rows))
+    talker = Qwen3OmniTalker(context(directory, dtype, rows, kv_cache_dtype))
     talker.load()
     return talker
 

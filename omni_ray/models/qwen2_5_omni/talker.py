@@ -150,7 +150,7 @@ class Qwen2_5OmniTalker(CodecLM):
 
     def kv_bytes(self) -> int:
         """See ``SlotModel.kv_bytes``."""
-        return int(self._decoder.keys.nbytes + self._decoder.values.nbytes)
+        return self._decoder.keys.nbytes + self._decoder.values.nbytes
 
     def release(self, slot: int) -> None:
         """See ``SlotModel.release``; the slot's next request overwrites its KV."""

@@ -195,7 +195,7 @@ class Qwen2_5OmniThinker(LatentTextModel):
 
     def kv_bytes(self) -> int:
         """See ``SlotModel.kv_bytes``."""
-        return int(self._decoder.keys.nbytes + self._decoder.values.nbytes)
+        return self._decoder.keys.nbytes + self._decoder.values.nbytes
 
     def encoder_bytes(self) -> int:
         """See ``SlotModel.encoder_bytes``."""

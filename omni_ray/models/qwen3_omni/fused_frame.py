@@ -11,12 +11,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from omni_ray.engine.kernels.attention import Partials, attend_frame, attend_slots
+from omni_ray.engine.kernels.attention import attend_frame
 from omni_ray.engine.kernels.experts import ExpertScratch, add_experts
 from omni_ray.engine.kernels.frame import begin_frame
 from omni_ray.engine.kernels.linear import linear
 from omni_ray.engine.kernels.rows import RESULT_EXTRA, nobody
 from omni_ray.engine.kernels.sampler import Drawing, FirstCode, draw_first, draw_next
+from omni_ray.engine.kernels.slot_attention import Partials, attend_slots
+from omni_ray.engine.kv_table import KVTable
 from omni_ray.models.qwen3_omni.packed_weights import absorb, predictor_layer, talker_layer
 
 SPLIT_PROGRAMS: Final = 512
@@ -28,15 +30,15 @@ class SlotTables:
     """What a frame reads and writes of slots.
 
     Attributes:
-        keys, values: [layers, slots, groups, length, d].
+        keys, values: of all layers and slots.
         last: [slots, H], the sum of the last frame's embeddings.
         said: uint8 [slots, V], codes said so far.
         suppressed: uint8 [V].
         text: [tokens, H], projected text embeddings.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: KVTable
+    values: KVTable
     last: Tensor
     said: Tensor
     suppressed: Tensor
@@ -85,7 +87,7 @@ class FusedFrame:
         small = talker.predictor_layers[0]
         small_heads = small.attention.out.shape[1] // dim
         small_groups = (len(small.attention.qkv) // dim - small_heads) // 2
-        groups = talker.tables.keys.shape[2]
+        groups = talker.tables.keys.numbers.shape[2]
         splits = max(1, SPLIT_PROGRAMS // (m * groups))
         splits = min(64, 1 << (splits.bit_length() - 1))
 
@@ -117,7 +119,7 @@ class FusedFrame:
             own = layer.attention
             linear(x, own.qkv, self._qkv, eps=own.eps)
             attend_slots(
-                self._qkv, self.rows, own.heads, self._rotary, tables.keys[index], tables.values[index],
+                self._qkv, self.rows, own.heads, self._rotary, tables.keys, tables.values, index,
                 self._partials, self._seen, own.scale,
             )  # fmt: skip
             linear(self._seen, own.out, x, residual=x)

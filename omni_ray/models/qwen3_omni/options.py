@@ -4,10 +4,21 @@ from typing import Final, Literal, Self
 
 from pydantic import model_validator
 
-from omni_ray.engine.options import FrameCodecOptions
+from omni_ray.engine.options import CodecLMOptions, FrameCodecOptions
 
 UPSTREAM_LEFT_CONTEXT: Final = 25
 """Frames that upstream decodes again before each chunk."""
+
+
+class TalkerOptions(CodecLMOptions):
+    """Options of ``Qwen3OmniTalker``.
+
+    Attributes:
+        kv_cache_dtype: ``auto`` keeps keys and values as they are computed. ``fp8`` keeps them in 8 bits (see
+            ``engine.kv_table``): half the memory and the bandwidth, and other codes than without it. Named as vLLM's.
+    """
+
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
 
 class Code2WavOptions(FrameCodecOptions):

@@ -58,7 +58,7 @@ TALKER: Final = StagePipelineConfig(
     # rows of hidden states for media may be megabytes; a text-only chat sends token ids alone
     inputs=(Edge(source="thinker", processor=f"{_FAMILY}.processors:talker_inputs", carries_refs=True),),
     engine_output_type="code frame",
-    engine_options="omni_ray.engine.options:CodecLMOptions",
+    engine_options=f"{_FAMILY}.options:TalkerOptions",
     # the checkpoint's own; the residual codebooks' (temperature 1, top_k 50, top_p 0.8) are upstream's constants
     sampling=SamplingParams(temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05, max_tokens=4096),
 )

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
-from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.prompt_graphs import PromptGraphs
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.types import Request
 from omni_ray.errors import InvalidRequestError
+from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, talker_module
@@ -79,7 +79,7 @@ class Qwen3OmniTalker(CodecLM):
                 exceeds the checkpoint's.
         """
         options = self.context.options
-        assert isinstance(options, CodecLMOptions)
+        assert isinstance(options, TalkerOptions)
         directory, config = stage_checkpoint(self.context, lambda whole: whole.talker_config.text_config, speaks=True)
         torch.set_num_threads(options.threads)
         self._deterministic = options.deterministic
@@ -111,11 +111,12 @@ class Qwen3OmniTalker(CodecLM):
 
     def _set_up(self, config: Any, table: Tensor) -> None:
         options, talker, upstream = self.context.options, config.talker_config, self._upstream
-        assert isinstance(options, CodecLMOptions)
+        assert isinstance(options, TalkerOptions)
         # Widths are not ours to choose (a gate is 1 wide), so the rows make up for all of them.
         rows = rounded_up(options.max_num_seqs, ELEMENTS if self._deterministic else 1)
         # One position more than any request needs: rows that are not wanted in a step write there.
-        self._talker = SlotDecoder(upstream.model, rows, rounded_up(options.max_model_len + 1, POSITIONS))
+        length, fp8 = rounded_up(options.max_model_len + 1, POSITIONS), options.kv_cache_dtype == "fp8"
+        self._talker = SlotDecoder(upstream.model, rows, length, fp8=fp8)
         self._predictor = FramePredictor(upstream.code_predictor)
         self._codec: nn.Embedding = upstream.model.codec_embedding
         self._markers = Markers.of(config)
@@ -183,7 +184,7 @@ class Qwen3OmniTalker(CodecLM):
 
     def kv_bytes(self) -> int:
         """See ``SlotModel.kv_bytes``."""
-        return int(self._talker.keys.nbytes + self._talker.values.nbytes)
+        return self._talker.keys.nbytes + self._talker.values.nbytes
 
     def release(self, slot: int) -> None:
         """See ``SlotModel.release``; the slot's next request overwrites its KV."""

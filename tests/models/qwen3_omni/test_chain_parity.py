@@ -18,10 +18,10 @@ from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import Engine, EngineContext
 from omni_ray.engine.codec import CodecEngine
-from omni_ray.engine.options import AROptions, CodecLMOptions
+from omni_ray.engine.options import AROptions
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, MediaPart, PromptChunk, Request, TextChunk
 from omni_ray.models.qwen3_omni.code2wav import Qwen3OmniCode2Wav
-from omni_ray.models.qwen3_omni.options import Code2WavOptions
+from omni_ray.models.qwen3_omni.options import Code2WavOptions, TalkerOptions
 from omni_ray.models.qwen3_omni.pipeline import CODE2WAV, TALKER, THINKER
 from omni_ray.models.qwen3_omni.processors import frames_of_talker, talker_inputs
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
@@ -41,7 +41,7 @@ class Chain:
 
         fast = {"max_num_seqs": 2, "max_model_len": 700, "threads": 1, "dtype": "float32"}
         self.thinker = AREngine(context(THINKER, Qwen3OmniThinker, AROptions(**fast)))
-        speech = CodecLMOptions(**fast, base_frames=400)
+        speech = TalkerOptions(**fast, base_frames=400)
         self.talker = AREngine(context(TALKER, Qwen3OmniTalker, speech))
         self.code2wav = CodecEngine(context(CODE2WAV, Qwen3OmniCode2Wav, Code2WavOptions()))
         self.log: list[Any] = []

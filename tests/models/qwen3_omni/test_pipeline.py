@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from omni_ray.config.pipeline import PipelineConfig
-from omni_ray.engine.options import CodecLMOptions
 from omni_ray.models.qwen3_omni.checkpoint import PUBLISHED
-from omni_ray.models.qwen3_omni.options import Code2WavOptions
+from omni_ray.models.qwen3_omni.options import Code2WavOptions, TalkerOptions
 from omni_ray.models.qwen3_omni.pipeline import resolve
 from omni_ray.registry import engine_options, load_pipeline
 from omni_ray.selection import select_for_checkpoint
@@ -31,7 +30,7 @@ def test_the_published_pipeline(config: dict[str, Any]):
     assert names(pipeline) == ["thinker", "talker", "code2wav"]
     assert pipeline.output_kinds() == ("text", "audio")
     assert (pipeline.voices.names, pipeline.voices.default) == (SPEAKERS, "ethan")
-    assert engine_options(pipeline.stage("talker")) is CodecLMOptions
+    assert engine_options(pipeline.stage("talker")) is TalkerOptions
     assert engine_options(pipeline.stage("code2wav")) is Code2WavOptions
 
 

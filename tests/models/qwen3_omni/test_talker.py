@@ -17,11 +17,11 @@ from omni_ray.config.pipeline import Edge, StageExecutionType, StagePipelineConf
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import CodeFrameChunk, Finish, Request
 from omni_ray.errors import ConfigError, InvalidRequestError, StageFailedError
 from omni_ray.models.qwen3_omni.checkpoint import make_tiny
+from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.positions import Grid
 from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
@@ -137,7 +137,7 @@ def context(model: Path, load_format: Literal["auto", "dummy"] = "auto", **optio
     stage = StagePipelineConfig(
         name="talker", execution_type=StageExecutionType.LLM_AR, model_arch="Qwen3OmniTalker", inputs=(edge,)
     )
-    merged = CodecLMOptions(**{"max_num_seqs": 4, "max_model_len": 512, **options})
+    merged = TalkerOptions(**{"max_num_seqs": 4, "max_model_len": 512, **options})
     return EngineContext(stage, str(model), Qwen3OmniTalker, merged, load_format, progress=lambda line: None)
 
 
@@ -404,6 +404,24 @@ async def test_seed_and_sampling_reach_every_codebook(start: Any, references: di
     assert all((one[:, book] != two[:, book]).any() for book in range(4))
     narrow, _ = await speak(engine, at_once(whole.prompt, whole.answer), limited(SamplingParams(top_k=1), 1), 5)
     assert narrow[0, 0] == whole.codes[0, 0]
+
+
+def test_an_8_bit_cache_is_small_and_changes_little(tiny: Path, references: dict[str, Reference]) -> None:
+    whole, evidence, sizes = references["audio"], [], []
+    for kv_cache_dtype in ("auto", "fp8"):
+        talker = Qwen3OmniTalker(context(tiny, dtype="float32", kv_cache_dtype=kv_cache_dtype))
+        with torch.inference_mode():
+            talker.load()
+            prompt = talker.encode(whole.prompt)
+            talker.begin(1, prompt)
+            talker.prefill(1, prompt, 0)
+            talker.sample_as(1, Request("r", 1, sampling=GREEDY))
+            talker.feed(1, TalkerText(whole.answer))
+            evidence.append(talker.step([1], [0]).evidence)
+        sizes.append(talker.kv_bytes())
+    head = talker._talker.keys.numbers.shape[-1]
+    assert sizes[1] * 4 * head == sizes[0] * (head + 4)
+    assert 1e-5 < (evidence[1] - evidence[0]).norm() / evidence[0].norm() < 0.1
 
 
 def test_every_parameter_is_upstream_s(tiny: Path, monolith: Monolith) -> None:
