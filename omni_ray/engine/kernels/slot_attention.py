@@ -81,10 +81,13 @@ def attend_slots(
     """
     m, heads, splits, dim = partials.values.shape
     k, v = keys.numbers[layer], values.numbers[layer]
+    groups, length = k.shape[1], k.shape[2]
+    fp8 = keys.scales is not None
+    if fp8:
+        k, v = k.view(torch.int16), v.view(torch.int16)
     # Without scales the kernel follows no pointer to them.
     k_scales = k if keys.scales is None else keys.scales[layer]
     v_scales = v if values.scales is None else values.scales[layer]
-    groups, length = k.shape[1], k.shape[2]
     grid = (m, groups, splits)
     half = max(16, triton.next_power_of_2(dim // 2))
     how = tiles or SlotTiles(64, 4, 2 if qkv.dtype == torch.float32 else 3)
@@ -93,7 +96,7 @@ def attend_slots(
         partials.values, partials.maxima, partials.sums, norms.eps, scale, length,
         WORDS=ROW_WORDS, HEADS=heads, GROUPS=groups, SPLITS=splits, D=dim, HALF=half,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_Q=max(16, triton.next_power_of_2(heads // groups)),
-        BLOCK_T=how.positions, FP8=keys.scales is not None, MATH=_math(qkv.dtype, keys.scales is not None),
+        BLOCK_T=how.positions, FP8=fp8, MATH=_math(qkv.dtype, fp8),
         PRECISION=precision(qkv.dtype), num_warps=how.warps, num_stages=how.stages, **following(qkv),
     )  # fmt: skip
     _join[(m, heads)](
@@ -110,11 +113,29 @@ def _math(dtype: torch.dtype, fp8: bool) -> Any:
 
 
 @triton.jit
-def _quantised(largest, x):
-    """Numbers as e4m3 and what those stand for, float32, and their scale; ``largest`` is that of all of their head."""
+def _unpacked(pairs, MATH: tl.constexpr):
+    """Two tables of numbers, 2 ** -8 of what they are, of a table of two e4m3 in 16 bits each.
+
+    An e4m3's exponent and mantissa are those of a float16, but for the exponent's bias and where they stand.
+    """
+    low = ((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)
+    high = (pairs & -0x8000) | ((pairs >> 1) & 0x3F80)
+    return low.to(tl.float16, bitcast=True).to(MATH), high.to(tl.float16, bitcast=True).to(MATH)
+
+
+@triton.jit
+def _keep(a, b, numbers, scales, at, low, mask, active, D: tl.constexpr):
+    """Write both halves of a head as e4m3 to position ``at`` of all; what they are afterwards, float32."""
+    largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
     scale = tl.maximum(largest, SMALLEST) / LARGEST
-    numbers = tl.div_rn(x, scale).to(tl.float8e4nv)
-    return numbers, numbers.to(tl.float32) * scale, scale
+    total = tl.sum(a, 0) + tl.sum(b, 0)
+    scale = tl.where(total - total == 0, scale, float("nan"))
+    tl.store(scales + at, scale, mask=active)
+    a, b = tl.div_rn(a, scale).to(tl.float8e4nv), tl.div_rn(b, scale).to(tl.float8e4nv)
+    place = numbers.to(tl.pointer_type(tl.float8e4nv)) + at * D + 2 * low
+    tl.store(place, a, mask=mask & active)
+    tl.store(place + 1, b, mask=mask & active)
+    return a.to(tl.float32) * scale, b.to(tl.float32) * scale
 
 
 @triton.jit
@@ -155,29 +176,44 @@ def _slots(
     end = tl.minimum(begin + own, position)
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
-    mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    mixed = tl.zeros([BLOCK_Q, HALF if FP8 else BLOCK_D], tl.float32)
+    other = tl.zeros([BLOCK_Q, HALF], tl.float32)  # with FP8: the second half
+    if FP8:
+        scale *= 256
     for start in range(begin, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         seen = t < end
         mask = turning[:, None] & seen[None, :]
-        k_a = tl.load(keys + place + t[None, :] * D + low[:, None], mask=mask, other=0.0)
-        k_b = tl.load(keys + place + t[None, :] * D + D // 2 + low[:, None], mask=mask, other=0.0)
-        scores = tl.dot(a, k_a.to(MATH), input_precision=PRECISION)
-        scores = tl.dot(b, k_b.to(MATH), scores, input_precision=PRECISION) * scale
+        if FP8:
+            pairs = tl.load(keys + (line + t[None, :]) * (D // 2) + low[:, None], mask=mask, other=0)
+            k_a, k_b = _unpacked(pairs, MATH)
+        else:
+            k_a = tl.load(keys + place + t[None, :] * D + low[:, None], mask=mask, other=0.0)
+            k_b = tl.load(keys + place + t[None, :] * D + D // 2 + low[:, None], mask=mask, other=0.0)
+        scores = tl.dot(a, k_a, input_precision=PRECISION)
+        scores = tl.dot(b, k_b, scores, input_precision=PRECISION) * scale
         if FP8:
             scores *= tl.load(key_scales + line + t, mask=seen, other=0.0)[None, :]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp(top - higher)
         weights = tl.exp(scores - higher[:, None])
-        v = tl.load(values + place + t[:, None] * D + wide[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
         total = total * shrink + tl.sum(weights, 1)
         if FP8:  # times the format's largest number until the end, so that float16 holds it
+            mask = seen[:, None] & turning[None, :]
+            pairs = tl.load(values + (line + t[:, None]) * (D // 2) + low[None, :], mask=mask, other=0)
+            v_a, v_b = _unpacked(pairs, MATH)
             weights *= tl.load(value_scales + line + t, mask=seen, other=0.0)[None, :] * LARGEST
-        mixed = tl.dot(weights.to(MATH), v.to(MATH), mixed * shrink[:, None], input_precision=PRECISION)
+            mixed = tl.dot(weights.to(MATH), v_a, mixed * shrink[:, None], input_precision=PRECISION)
+            other = tl.dot(weights.to(MATH), v_b, other * shrink[:, None], input_precision=PRECISION)
+        else:
+            v = tl.load(values + place + t[:, None] * D + wide[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
+            mixed = tl.dot(weights.to(MATH), v, mixed * shrink[:, None], input_precision=PRECISION)
         top = higher
     if FP8:
-        mixed /= LARGEST
+        scale /= 256
+        mixed *= 256 / LARGEST
+        other *= 256 / LARGEST
 
     if split == SPLITS - 1:  # the new position: from the projections, and into the cache
         k_at = (HEADS + group) * D + low
@@ -186,32 +222,40 @@ def _slots(
         gain_a = tl.load(k_gain + low, mask=turning, other=0.0).to(tl.float32)
         gain_b = tl.load(k_gain + D // 2 + low, mask=turning, other=0.0).to(tl.float32)
         c, d = turned(c, d, tl.sum(c * c + d * d, 0), gain_a, gain_b, cos, sin, eps, D)
-        c, d = c.to(dtype), d.to(dtype)
-        v_new = tl.load(row + (HEADS + GROUPS + group) * D + wide, mask=whole, other=0.0)
-        here = place + position.to(tl.int64) * D
-        c_wide, d_wide, v_wide = c.to(tl.float32), d.to(tl.float32), v_new.to(tl.float32)
+        c, d = c.to(dtype).to(tl.float32), d.to(dtype).to(tl.float32)
+        v_at = row + (HEADS + GROUPS + group) * D
+        new = line + position
         if FP8:
-            largest = tl.maximum(tl.max(tl.abs(c_wide), 0), tl.max(tl.abs(d_wide), 0))
-            c, c_wide, k_scale = _quantised(largest, c_wide)
-            d, d_wide, _ = _quantised(largest, d_wide)
-            v_new, v_wide, v_scale = _quantised(tl.max(tl.abs(v_wide), 0), v_wide)
-            tl.store(key_scales + line + position, k_scale, mask=active)
-            tl.store(value_scales + line + position, v_scale, mask=active)
-        tl.store(keys + here + low, c, mask=turning & active)
-        tl.store(keys + here + D // 2 + low, d, mask=turning & active)
-        tl.store(values + here + wide, v_new, mask=whole & active)
-        score = tl.sum(a.to(tl.float32) * c_wide[None, :] + b.to(tl.float32) * d_wide[None, :], 1) * scale
+            c, d = _keep(c, d, keys, key_scales, new, low, turning, active, D)
+            v_a = tl.load(v_at + low, mask=turning, other=0.0).to(tl.float32)
+            v_b = tl.load(v_at + D // 2 + low, mask=turning, other=0.0).to(tl.float32)
+            v_a, v_b = _keep(v_a, v_b, values, value_scales, new, low, turning, active, D)
+        else:
+            v_a = tl.load(v_at + wide, mask=whole, other=0.0).to(tl.float32)
+            v_b = v_a
+            tl.store(keys + new * D + low, c.to(dtype), mask=turning & active)
+            tl.store(keys + new * D + D // 2 + low, d.to(dtype), mask=turning & active)
+            tl.store(values + new * D + wide, v_a.to(dtype), mask=whole & active)
+        score = tl.sum(a.to(tl.float32) * c[None, :] + b.to(tl.float32) * d[None, :], 1) * scale
         higher = tl.maximum(top, score)
         shrink = tl.exp(top - higher)
         weight = tl.exp(score - higher)
-        mixed = mixed * shrink[:, None] + weight[:, None] * v_wide[None, :]
+        mixed = mixed * shrink[:, None] + weight[:, None] * v_a[None, :]
+        if FP8:
+            other = other * shrink[:, None] + weight[:, None] * v_b[None, :]
         total = total * shrink + weight
         top = higher
 
     at = (m * HEADS + group * PER + heads) * SPLITS + split
-    tl.store(out_maxima + at, top, mask=heads < PER)
-    tl.store(out_sums + at, total, mask=heads < PER)
-    tl.store(out_values + at[:, None] * D + wide[None, :], mixed, mask=(heads < PER)[:, None] & whole[None, :])
+    mine = heads < PER
+    tl.store(out_maxima + at, top, mask=mine)
+    tl.store(out_sums + at, total, mask=mine)
+    if FP8:
+        to = out_values + at[:, None] * D + low[None, :]
+        tl.store(to, mixed, mask=mine[:, None] & turning[None, :])
+        tl.store(to + D // 2, other, mask=mine[:, None] & turning[None, :])
+    else:
+        tl.store(out_values + at[:, None] * D + wide[None, :], mixed, mask=mine[:, None] & whole[None, :])
 
 
 @triton.jit
