@@ -20,7 +20,7 @@ from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.types import Request
-from omni_ray.errors import InvalidRequestError
+from omni_ray.errors import ConfigError, InvalidRequestError
 from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
@@ -75,8 +75,8 @@ class Qwen3OmniTalker(CodecLM):
         Random weights (``load_format: dummy``) never draw the stop code: every answer lasts as long as its limit.
 
         Raises:
-            ConfigError: no model, no audio in this checkpoint, a tensor is missing or unexpected, or ``max_model_len``
-                exceeds the checkpoint's.
+            ConfigError: no model, no audio in this checkpoint, a tensor is missing or unexpected, ``max_model_len``
+                exceeds the checkpoint's, or this GPU knows no e4m3 and ``kv_cache_dtype`` asks for it.
         """
         options = self.context.options
         assert isinstance(options, TalkerOptions)
@@ -85,6 +85,10 @@ class Qwen3OmniTalker(CodecLM):
         self._deterministic = options.deterministic
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cuda":
+            if options.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+                raise ConfigError(
+                    [f"kv_cache_dtype: fp8 needs compute capability 8.9; {torch.cuda.get_device_name()} lacks it"]
+                )
             # This thread's stream: prompts and frames run in the order of their calls.
             torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         random = self.context.load_format == "dummy"
