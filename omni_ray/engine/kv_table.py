@@ -54,18 +54,18 @@ class KVTable:
         self.numbers[layer].view(torch.uint8)[rows, :, positions] = numbers.view(torch.uint8)
         self.scales[layer][rows, :, positions] = scales
 
-    def read(self, layer: int, rows: slice, reach: int, dtype: torch.dtype) -> Tensor:
-        """The first ``reach`` positions of consecutive slots [n, groups, reach, d]; e4m3 is turned into ``dtype``."""
-        numbers = self.numbers[layer, rows, :, :reach]
+    def read(self, layer: int, rows: slice | Tensor, reach: int, dtype: torch.dtype) -> Tensor:
+        """The first ``reach`` positions of slots (int64 [n] or a slice): [n, groups, reach, d], e4m3 as ``dtype``."""
         if self.scales is None:
-            return numbers
-        halves = numbers.float().unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return (halves * self.scales[layer, rows, :, :reach, None]).to(dtype)
+            return self.numbers[layer][rows, :, :reach]
+        numbers = self.numbers[layer].view(torch.uint8)[rows, :, :reach].view(E4M3)
+        halves = numbers.float().view(*numbers.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        return (halves * self.scales[layer][rows, :, :reach, None]).to(dtype)
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` [..., d] as interleaved e4m3 [..., d] and float32 scales [...]; a number that is none spoils its scale."""
-    pairs = x.float().unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    pairs = x.float().reshape(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
     scales = pairs.abs().amax(-1).clamp_min(SMALLEST_SCALE) / E4M3_LARGEST
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     return (pairs / scales[..., None]).to(E4M3), scales

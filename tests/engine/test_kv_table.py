@@ -24,6 +24,8 @@ def test_8_bits_keep_four_digits_of_any_size_and_touch_nothing_else() -> None:
         assert (error <= new[row].float().abs() * 0.07 + largest * 3e-6).all()
         others = [position for position in range(8) if position not in where]
         assert not read[:, others].any()
+    picked = table.read(1, torch.tensor([2]), 6, torch.float32)
+    assert torch.equal(picked, table.read(1, slice(2, 3), 6, torch.float32))
     assert not table.read(0, slice(0, 3), 8, torch.float32).any()
     assert not table.read(1, slice(1, 2), 8, torch.float32).any()
 
