@@ -23,6 +23,7 @@ from omni_ray.engine.frame_graphs import FrameGraphs
 from omni_ray.engine.kernels import launch
 from omni_ray.engine.kv_table import KVTable
 from omni_ray.engine.types import Request
+from omni_ray.models.qwen3_omni import fused_frame
 from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
 from omni_ray.models.qwen3_omni.checkpoint import PUBLISHED
 from omni_ray.models.qwen3_omni.options import TalkerOptions
@@ -97,11 +98,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--no-overlap", action="store_true", help="launch kernels one strictly after the other")
+    parser.add_argument("--split-programs", type=int, help="programs of the attention over slots, about")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     args = parser.parse_args()
     torch.set_num_threads(4)
     launch.overlap = not args.no_overlap
+    if args.split_programs:
+        fused_frame.SPLIT_PROGRAMS = args.split_programs
     most, longest = max(args.rows), max(LENGTHS)
     began = time.perf_counter()
     with torch.inference_mode():
