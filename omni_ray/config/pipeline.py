@@ -4,6 +4,7 @@ Frozen topology; nothing here places or sizes anything (that is ``DeployConfig``
 classes, processors and engines are named by dotted paths (``package.module:attribute``) or registry names.
 """
 
+from collections.abc import Collection
 from enum import Enum
 from struct import pack, unpack
 from typing import Literal
@@ -41,7 +42,8 @@ class Edge(StrictModel):
             consumer's replica.
         schema_version: version of what crosses this edge; a consumer refuses another one.
         parts: the request's parts this edge's processor reads. A request edge must list at least one.
-        carries_refs: whether upstream outputs may be large latents that cross as object refs.
+        carries_refs: whether upstream outputs may be large latents that cross as object refs; or the parts of a request
+            that lead to such latents. A message that may hold refs costs four times as much as one that may not.
         takes: the kind of final output that is all the processor reads of its source, which may then be any stage that
             makes it; None if it must be the very stage that is named.
         rewrites: the processor is a request edge's: it gets the request with this part written anew from what the
@@ -52,9 +54,15 @@ class Edge(StrictModel):
     processor: str
     schema_version: int = Field(default=1, ge=1)
     parts: tuple[RequestPart, ...] = ()
-    carries_refs: bool = False
+    carries_refs: bool | tuple[RequestPart, ...] = False
     takes: OutputKind | None = None
     rewrites: Literal["speech_text", "messages"] | None = None
+
+    def carries_refs_of(self, parts: Collection[RequestPart]) -> bool:
+        """Whether refs may cross when the request supplies ``parts``."""
+        if isinstance(self.carries_refs, bool):
+            return self.carries_refs
+        return any(part in parts for part in self.carries_refs)
 
 
 class StageLimits(StrictModel):

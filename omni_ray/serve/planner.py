@@ -150,7 +150,8 @@ def _walk(pipeline: PipelineConfig, choice: _Choice, outputs: tuple[tuple[Output
     if len(ends) != 1:
         return None
     # a stage with one consumer that takes refs may send refs, to whoever reads it further down as well
-    referenced = {edge.source for edges in fed.values() for edge in edges if edge.carries_refs}
+    parts = _parts_read(pipeline, choice)
+    referenced = {edge.source for edges in fed.values() for edge in edges if edge.carries_refs_of(parts)}
     stages = []
     for i, stage in enumerate(order):
         later = {edge.source for after in order[i + 1 :] for edge in fed[after.name]}

@@ -172,7 +172,9 @@ def _transport(app: ResolvedApp, edge: Edge, target: str) -> str:
         return "request"
     if {edge.source, target} <= {*app.config.colocate}:
         return "one process"
-    return "actor path, object refs" if edge.carries_refs else "gRPC"
+    if isinstance(edge.carries_refs, bool):
+        return "actor path, object refs" if edge.carries_refs else "gRPC"
+    return f"actor path, object refs, with {' or '.join(edge.carries_refs)}; else gRPC"
 
 
 def _request_rows(app: ResolvedApp) -> list[RequestRow]:

@@ -56,7 +56,7 @@ TALKER: Final = StagePipelineConfig(
     model_arch="Qwen3OmniTalker",
     hf_config_name="talker_config",
     # rows of hidden states for media may be megabytes; a text-only chat sends token ids alone
-    inputs=(Edge(source="thinker", processor=f"{_FAMILY}.processors:talker_inputs", carries_refs=True),),
+    inputs=(Edge(source="thinker", processor=f"{_FAMILY}.processors:talker_inputs", carries_refs=_MEDIA),),
     engine_output_type="code frame",
     engine_options=f"{_FAMILY}.options:TalkerOptions",
     # the checkpoint's own; the residual codebooks' (temperature 1, top_k 50, top_p 0.8) are upstream's constants

@@ -74,4 +74,4 @@ def test_text_only_requests_never_start_the_talker(media: Any):
     assert (spoken.names(), spoken.trunk, spoken.sampled) == (("thinker", "talker", "code2wav"), "code2wav", "thinker")
     (edge,) = spoken.stage("thinker").edges
     assert set(pipeline.stage("thinker").inputs[edge].parts) == parts
-    assert [part.by_reference for part in spoken.stages] == [True, False, False]
+    assert [part.by_reference for part in spoken.stages] == [bool(media), False, False]
