@@ -185,7 +185,11 @@ def deploy(head: dict[str, str], config: dict[str, Any]) -> None:
 
 def overridden(app: dict[str, Any]) -> dict[str, Any]:
     """``app`` as somebody would change it who does not know where its options come from."""
-    stages = {"code2wav": {"deployment": {"ray_actor_options": {"num_gpus": 0.5}}}}
+    once = {"max_constructor_retry_count": 1}
+    stages = {
+        "talker": {"deployment": once},
+        "code2wav": {"deployment": {**once, "ray_actor_options": {"num_gpus": 0.5}}},
+    }
     args = {**app["args"], "deploy_config": {**app["args"]["deploy_config"], "stages": stages}}
     deployments = [
         {"name": "talker", "ray_actor_options": {"num_cpus": 0.3}},

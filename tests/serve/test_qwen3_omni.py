@@ -138,19 +138,17 @@ def make_references(tiny: Path, kinds: Sequence[str], frames: int) -> dict[str, 
     return found
 
 
-def config(tiny: Path, replicas: int, frames: int = FRAMES, **talker: Any) -> dict[str, Any]:
-    one = {"deployment": {"num_replicas": replicas}}
+def config(tiny: Path, talkers: int, frames: int = FRAMES, **talker: Any) -> dict[str, Any]:
     small = {"max_num_seqs": 17, "max_model_len": 600, "threads": 1}
     return {
         "model": str(tiny),
         "stages": {
-            "thinker": {**one, "engine": {**small, "dtype": "float32"}, "sampling": {"max_tokens": TEXT_TOKENS}},
+            "thinker": {"engine": {**small, "dtype": "float32"}, "sampling": {"max_tokens": TEXT_TOKENS}},
             "talker": {
-                **one,
+                "deployment": {"num_replicas": talkers} if talkers > 1 else {},
                 "engine": {**small, "dtype": "float32", **talker},
                 "sampling": {"temperature": 0, "repetition_penalty": 1.05, "max_tokens": frames},
             },
-            "code2wav": one,
         },
     }
 
@@ -192,15 +190,15 @@ async def check_usage(client: Any, reference: Reference) -> None:
             assert usage["prompt_tokens"] > 0
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("talkers", [1, 2])
 async def test_streams_equal_upstream(
-    serving: Serving, tiny: Path, references: dict[str, Reference], replicas: int
+    serving: Serving, tiny: Path, references: dict[str, Reference], talkers: int
 ) -> None:
     """Text, several turns, sound and image: alone and all at once, streamed and not, greedy text, codes, waveform.
 
-    Beside them clients leave, which nobody hears (C11).
+    Beside them clients leave, which nobody hears (C11). Alone one talker says what the other would.
     """
-    app: Served = serving("qwen3_omni", config(tiny, replicas))
+    app: Served = serving("qwen3_omni", config(tiny, talkers))
 
     async def ask(client: Any, kind: str, stream: bool) -> None:
         reference = references[kind]
@@ -218,7 +216,7 @@ async def test_streams_equal_upstream(
                 await ask(client, kind, True)
 
     async with app.async_client(timeout=120) as client:
-        for kind in KINDS:
+        for kind in KINDS if talkers == 1 else KINDS[:1]:
             await ask(client, kind, True)
         leavers = [leave(client, kind, 0.3 * n) for n, kind in enumerate(KINDS)]
         await asyncio.gather(*(ask(client, kind, stream) for kind in KINDS for stream in (True, False)), *leavers)
@@ -326,7 +324,7 @@ async def test_a_seed_gives_the_same_bytes_alone_and_in_a_crowd(serving: Serving
         assert await ask(client, "Hello, how are you today?", 8) != alone
 
 
-LONG_FRAMES = 90
+LONG_FRAMES = 60
 LONG_ANSWER = body([{"role": "user", "content": "Hello, how are you today?"}], seed=11, temperature=1.0, max_tokens=60)
 
 
