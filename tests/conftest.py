@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,10 +38,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["RAY_TMPDIR"] = "/dev/null/only a test with the mark 'alone' may start Ray"
 
 
+@cache
+def may_start_ray(file: Path) -> bool:
+    """Whether its text says so: a test elsewhere gets no mark, so that it fails in the half where Ray cannot start."""
+    return re.search(r"mark\.alone\b|\b(Serving|Served|cluster: str)\b", file.read_text()) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The half that starts Ray does not import the files of the other one, which takes ten seconds."""
+    starts_ray = config.option.markexpr == "alone"
+    return True if starts_ray and collection_path.match("test_*.py") and not may_start_ray(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and "cluster" in item.fixturenames:
+        if isinstance(item, pytest.Function) and "cluster" in item.fixturenames and may_start_ray(item.path):
             item.add_marker("alone")
 
 
