@@ -224,8 +224,7 @@ def cluster() -> Iterator[str]:
     # one proxy: a second node of this host would want the same port
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+    ray.shutdown()  # its processes end, and Serve's with them; asked to leave they would take seconds
 
 
 Serving = Callable[..., Served]

@@ -49,7 +49,7 @@ async def never_up(cluster: str) -> AsyncIterator[str]:
     target = serve.RunTarget(application, name="never_up", route_prefix="/never_up")
     await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
     yield f"{cluster}/never_up"
-    await asyncio.to_thread(serve.delete, "never_up")
+    await asyncio.to_thread(serve.delete, "never_up", _blocking=False)
 
 
 def waiting(url: str) -> list[str]:

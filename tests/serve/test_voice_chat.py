@@ -251,7 +251,7 @@ async def test_limits_and_short_answers(app: Served) -> None:
 
 LONG_SPEECH = {
     "model": "voice_chat",
-    "input": " ".join(f"This is sentence number {k}, and it takes a while to be spoken." for k in range(24)),
+    "input": " ".join(f"This is sentence number {k}, and it takes a while to be spoken." for k in range(12)),
     "voice": "alloy",
     "response_format": "pcm",
     "seed": 5,
