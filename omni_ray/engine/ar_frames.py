@@ -124,7 +124,7 @@ class FrameSteps(Steps):
         return begun < row.limit and (row.units > begun or row.feed_ended)
 
     def advance(self, row: Row, result: FrameResult | None) -> Advance:
-        """Take the frame, unless it is the stop code, and give it out, unless it may wait."""
+        """Take the frame, unless it is the stop code; it is given out when it is ``due``."""
         if result is None:
             return Advance()
         if not result.finite:
@@ -133,10 +133,7 @@ class FrameSteps(Steps):
             return Advance([], "stop")
         row.held.append(result.frame)
         row.count += 1
-        over = self._over(row)
-        if over.reason is None:
-            over.outputs = self.due(row)
-        return over
+        return self._over(row)
 
     def due(self, row: Row) -> list[Output]:
         """See ``Steps.due``."""

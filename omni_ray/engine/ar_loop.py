@@ -129,8 +129,8 @@ class DecodeLoop:
                     self._drop_cancelled()
                     self._prefill()
                     self._catch_up()
-                    self._give_out()
                     self._decode()
+                    self._give_out()
             except Exception:
                 # Not a request's error but the loop's own: the replica is replaced.
                 logger.exception("stage %s: the decode loop died", self._name)
@@ -150,7 +150,7 @@ class DecodeLoop:
         while True:
             self._send()
             busy = self._waiting or self._prefilling or any(map(self._steps.ready, self._decoding))
-            looks_after_s = LOOK_S if any(row.held for row in self._decoding) else None
+            looks_after_s = LOOK_S if not busy and any(row.held for row in self._decoding) else None
             try:
                 letter = self._inbox.get(block=not busy, timeout=looks_after_s)
             except queue.Empty:
@@ -239,7 +239,7 @@ class DecodeLoop:
         row.replayed = end
 
     def _give_out(self) -> None:
-        """What waiting rows held back until their listeners might miss it."""
+        """What rows hold back, as soon as their listeners might miss it."""
         for row in self._decoding:
             if row.held and (outputs := self._steps.due(row)):
                 self._mail.append((row, outputs))

@@ -158,7 +158,7 @@ class Steps(ABC):
         """Take a step's result into the row."""
 
     def due(self, row: Row) -> list[Output]:
-        """What the row made and may not hold back any longer; asked often, also while it waits."""
+        """What the row made and may not hold back any longer; asked after every step, and often while it waits."""
         return []
 
     def rest(self, row: Row) -> list[Output]:
