@@ -2,16 +2,19 @@
 
     python benchmarks/host_cost.py --layout apart       # the talker's process
     python benchmarks/host_cost.py --layout pair        # talker and codec in one (``colocate``)
+    python benchmarks/host_cost.py --layout ingress     # chats over SSE, text and sound
 
 The engines, stages, runs and clients are the real ones. A frame takes ``--gpu-ms`` on a clock of its own, as a GPU's
 stream does: frames launched ahead follow each other, and whoever waits sleeps without the interpreter's lock. Messages
 to the next process are pickled, but not sent. Thinkers are a list of tokens on a schedule. Needs Triton, and no GPU.
+The ingress gets its pickled messages as fast as it takes them, and its answers go nowhere.
 """
 
 import argparse
 import asyncio
 import cProfile
 import json
+import logging
 import pickle
 import pstats
 import sys
@@ -24,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from omni_ray.config.deploy import StreamingConfig
+from omni_ray.config.deploy import ObserveConfig, StreamingConfig
+from omni_ray.config.ingress import IngressConfig
 from omni_ray.config.pipeline import StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.ar import AREngine
@@ -35,7 +39,7 @@ from omni_ray.engine.kernels.rows import RESULT_EXTRA, ROW_WORDS
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.slot_decoder import RopeRows
 from omni_ray.engine.torch_sampler import RowSampling
-from omni_ray.engine.types import AudioChunk, Finish, PromptChunk, Request, TextChunk, Usage
+from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, PromptChunk, Request, TextChunk, Usage
 from omni_ray.models.qwen3_omni.captured_code2wav import CapturedCode2Wav
 from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
 from omni_ray.models.qwen3_omni.code2wav import Qwen3OmniCode2Wav
@@ -43,8 +47,10 @@ from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.pipeline import CODE2WAV, TALKER, resolve
 from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
 from omni_ray.registry import import_dotted
+from omni_ray.serve.api.app import make_app
+from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.serve.effort import Effort
-from omni_ray.serve.events import Caller, Envelope, Event, Opened, OutputEvent
+from omni_ray.serve.events import Caller, Envelope, Event, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.local_client import LocalClient
 from omni_ray.serve.meters import Labels
 from omni_ray.serve.planner import make_plan
@@ -55,7 +61,7 @@ from omni_ray.serve.stage_client import Client, Received
 from omni_ray.serve.stage_parts import StageParts
 
 CODEBOOKS, FRAME_RATE, SAMPLES_PER_FRAME, CODES = 16, 12.5, 1920, 2048
-PROMPT = 20
+PROMPT, CHUNK = 20, 25
 TOKENS_PER_FRAME = 0.3
 TOKEN_S = 0.005
 CODEC_S_PER_FRAME = 0.8e-3 / FRAME_RATE
@@ -306,9 +312,109 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+class Codecs(Client):
+    """What code2wav's replica sends, for every stream the same: a chunk of 25 frames, its record, and the tokens."""
+
+    def __init__(self, labels: Labels, frames: int) -> None:
+        super().__init__("code2wav", labels, StreamingConfig())
+        sound = np.random.default_rng(0).uniform(-1, 1, CHUNK * SAMPLES_PER_FRAME).astype(np.float32)
+        codes = np.zeros((CHUNK, CODEBOOKS), np.int64)
+        names = ("thinker", "talker", "code2wav")
+        self._messages = [pickle.dumps([Opened(name, name, {}, resumable=True) for name in names])]
+        for frame in range(0, frames, CHUNK):
+            tokens = range(int(frame * TOKENS_PER_FRAME), int((frame + CHUNK) * TOKENS_PER_FRAME))
+            events: list[Event] = [RecordEvent("talker", CodeFrameChunk(frame, codes))]
+            events += [OutputEvent("thinker", TextChunk(token, " word", (token,))) for token in tokens]
+            events.append(OutputEvent("code2wav", AudioChunk(frame * SAMPLES_PER_FRAME, sound, 24_000)))
+            self._messages.append(pickle.dumps(events))
+        ends = (OutputEvent("thinker", Finish()), RecordEvent("talker", Finish()), OutputEvent("code2wav", Finish()))
+        self._messages.append(pickle.dumps(list(ends)))
+
+    async def ping(self, timeout_s: float, was_ready: bool) -> bool:
+        return True
+
+    async def _batches(self) -> AsyncGenerator[list[Event], None]:
+        for message in self._messages:
+            await asyncio.sleep(0)
+            yield pickle.loads(message)
+
+    async def stream(self, envelope: Envelope, trace: Any = None) -> AsyncGenerator[Received, None]:
+        async for received in self._events(self._batches(), None, None):
+            yield received
+
+    def _latent_bytes(self, event: OutputEvent) -> int:
+        return 0
+
+
+class FedDispatcher(Dispatcher):
+    """The real dispatcher, whose one stage is there already."""
+
+    def __init__(self, frames: int) -> None:
+        labels = Labels("benchmark", "qwen3_omni", "ingress", "local")
+        config = IngressConfig(max_audio_seconds=3600)
+        super().__init__(resolve({}), config, StreamingConfig(), ObserveConfig(), "qwen3_omni", {}, "127.0.0.1", labels)
+        self._clients["code2wav"] = Codecs(labels, frames)  # type: ignore[assignment]
+
+    async def _up(self, stages: Any, recovery_wait_s: float) -> None:
+        pass
+
+
+async def ask(app: Any, body: dict[str, Any]) -> int:
+    """Bytes of the answer's body."""
+    raw, sizes, never = json.dumps(body).encode(), [0], asyncio.Event()
+    given = [{"type": "http.request", "body": raw, "more_body": False}]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode()), (b"host", b"x")]
+
+    async def receive() -> dict[str, Any]:
+        if not given:
+            await never.wait()
+        return given.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        assert message.get("status", 200) == 200, message
+        sizes.append(len(message.get("body", b"")))
+
+    path = "/v1/chat/completions"
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "headers": headers, "client": ("127.0.0.1", 1),
+        "server": ("x", 80), "scheme": "http", "root_path": "", "state": {},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return sum(sizes)
+
+
+async def measure_ingress(args: argparse.Namespace) -> dict[str, Any]:
+    dispatcher = FedDispatcher(args.frames)
+    app = make_app(dispatcher, {})
+    body = {
+        "model": "qwen3_omni", "messages": [{"role": "user", "content": "Talk."}], "stream": True,
+        "modalities": ["text", "audio"], "audio": {"format": "pcm16", "voice": "ethan"},
+    }  # fmt: skip
+    await ask(app, body)
+    dispatcher.started()
+    profile = cProfile.Profile() if args.profile else nullcontext()
+    cpu, began = time.process_time(), time.perf_counter()
+    with profile:
+        sizes = await asyncio.gather(*(ask(app, body) for _ in range(args.streams)))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - began
+    if args.profile:
+        pstats.Stats(profile).sort_stats(args.profile).print_stats(45)
+    await dispatcher.stop()
+    audio_s = args.streams * args.frames / FRAME_RATE
+    assert min(sizes) > args.frames * SAMPLES_PER_FRAME * 2
+    return {
+        "layout": "ingress",
+        "cpu ms per audio s": round(cpu * 1000 / audio_s, 4),
+        "cpu ms per frame of all streams": round(cpu * 1000 / args.frames, 4),
+        "audio s per s": round(audio_s / wall),
+        "MB": round(sum(sizes) / 1e6, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", choices=("apart", "pair"), default="pair")
+    parser.add_argument("--layout", choices=("apart", "pair", "ingress"), default="pair")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--frames", type=int, default=1000)
     parser.add_argument("--gpu-ms", type=float, default=5.5)
@@ -316,9 +422,10 @@ def main() -> None:
     parser.add_argument("--profile", choices=("tottime", "cumtime"), help="of the event loop's thread")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if args.switch_ms:
         sys.setswitchinterval(args.switch_ms / 1000)
-    result = asyncio.run(measure(args))
+    result = asyncio.run(measure_ingress(args) if args.layout == "ingress" else measure(args))
     print(json.dumps(result, indent=1))
 
 

@@ -175,6 +175,10 @@ class Dispatcher:
             if envelope.holds_refs() and not complete:
                 self._collector.soon()
 
+    def started(self) -> None:
+        """The replica is about to take requests: what exists now is there to stay."""
+        self._collector.freeze()
+
     def request_ended(self, route: str, outcome: str, seconds: float) -> None:
         """An HTTP request is over; see ``monitoring.metrics.REQUESTS``."""
         self._meters.request_ended(route, outcome, seconds)

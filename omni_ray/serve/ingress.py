@@ -40,7 +40,9 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the app after the constructor."""
         assert self._dispatcher is not None
-        return make_app(self._dispatcher, self._api_keys, self._replicas)
+        app = make_app(self._dispatcher, self._api_keys, self._replicas)
+        self._dispatcher.started()
+        return app
 
     async def active(self) -> int:
         """Requests alive in this replica, for tests and dashboards."""

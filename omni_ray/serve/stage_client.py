@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import grpc
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError
@@ -30,6 +29,7 @@ from omni_ray.errors import (
     StageSilentError,
     StageTimeoutError,
 )
+from omni_ray.serve.deadline import Deadline
 from omni_ray.serve.events import Caller, Envelope, Event, OutputEvent, Saturated
 from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost
 from omni_ray.serve.meters import EdgeMeters, Labels
@@ -47,8 +47,6 @@ actor or of gRPC, never with a cancellation.
 """
 
 _CANCELLED = (asyncio.CancelledError, RequestCancelledError, TaskCancelledError)
-
-_Raised = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -88,36 +86,6 @@ class ConsumerSide(Protocol):
 
     def arrived(self, nbytes: int) -> Unread:
         """A latent of ``nbytes`` that counts in the stream's window arrived."""
-
-
-class Deadline:
-    """Until when the next message must have come. Reading a latent puts it off.
-
-    A producer whose window is full, or which has said all and stays until it was read, sends nothing: it waits for us.
-    """
-
-    def __init__(self) -> None:
-        self._limit_s = 0.0
-        self._waiting: asyncio.Timeout | None = None
-
-    def within(self, limit_s: float) -> Self:
-        """An async context that waits for a message; ``TimeoutError`` after ``limit_s`` without it or a read."""
-        self._limit_s = limit_s
-        return self
-
-    async def __aenter__(self) -> None:
-        self._waiting = asyncio.timeout(self._limit_s)
-        await self._waiting.__aenter__()
-
-    async def __aexit__(self, *error: *_Raised) -> None:
-        assert self._waiting is not None
-        waiting, self._waiting = self._waiting, None
-        await waiting.__aexit__(*error)
-
-    def put_off(self) -> None:
-        """A latent was read."""
-        if self._waiting is not None and not self._waiting.expired():
-            self._waiting.reschedule(asyncio.get_running_loop().time() + self._limit_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +160,7 @@ class Client(ABC):
                     yield Received(event, latent, self._edge, deadline)
                 limit, late = self._streaming.idle_timeout_s, StageSilentError
         finally:
+            deadline.close()
             self._edge.tell()
 
     def _measure(self, batch: list[Event], trace: RunTrace | None) -> None:
