@@ -15,6 +15,10 @@ from omni_ray.config.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
+Pickled = tuple[type[Any], tuple[Any, ...]]
+"""A call that makes the object again. Chunks that cross processes by the thousand are pickled so: by themselves frozen
+slotted dataclasses look up their fields each time."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
@@ -168,6 +172,9 @@ class TextChunk:
     text: str
     token_ids: tuple[int, ...] = ()
 
+    def __reduce__(self) -> Pickled:
+        return TextChunk, (self.position, self.text, self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class TranscriptChunk:
@@ -201,6 +208,9 @@ class CodeFrameChunk:
     position: int
     frames: NDArray[np.int64]
 
+    def __reduce__(self) -> Pickled:
+        return CodeFrameChunk, (self.position, self.frames)
+
 
 @dataclass(frozen=True, slots=True)
 class AudioChunk:
@@ -209,6 +219,9 @@ class AudioChunk:
     position: int
     samples: NDArray[np.float32]
     sample_rate: int
+
+    def __reduce__(self) -> Pickled:
+        return AudioChunk, (self.position, self.samples, self.sample_rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omni_ray.engine.resume import Resume
-from omni_ray.engine.types import Clip, CodeFrameChunk, Finish, Output, Request, TextChunk, TranscriptChunk
+from omni_ray.engine.types import Clip, CodeFrameChunk, Finish, Output, Pickled, Request, TextChunk, TranscriptChunk
 from omni_ray.serve.planner import Plan
 
 Record = TextChunk | TranscriptChunk | CodeFrameChunk | Finish
@@ -121,6 +121,9 @@ class RecordEvent:
 
     stage: str
     output: Record
+
+    def __reduce__(self) -> Pickled:
+        return RecordEvent, (self.stage, self.output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,11 +79,13 @@ class Outbox:
                 return
 
     def _take(self) -> list[list[Event]]:
-        records = merged([event for event in self._events if isinstance(event, RecordEvent)])
-        events = [*records, *(event for event in self._events if not isinstance(event, RecordEvent))]
-        self._events = []
+        waiting, self._events = self._events, []
         if not self._closed:
             self._filled.clear()
+        if len(waiting) == 1:
+            return [waiting]
+        records = merged([event for event in waiting if isinstance(event, RecordEvent)])
+        events = [*records, *(event for event in waiting if not isinstance(event, RecordEvent))]
         batches: list[list[Event]] = []
         size = 0
         for event in events:
