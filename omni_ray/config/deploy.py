@@ -45,7 +45,8 @@ class StreamingConfig(StrictModel):
     """How events travel between stages.
 
     Attributes:
-        coalesce_ms: after the first event, at most one message per stream in this time.
+        coalesce_ms: at most one message per stream in this time, but the first text and the first sound go at once, and
+            what comes soon after them waits for less.
         inline_bytes: larger latents cross as object refs.
         window_mb: unread latents of one stream that may exist before its producer waits.
         first_chunk_timeout_s, idle_timeout_s: longest silence before, and between, events of a stream. The second one

@@ -1,6 +1,7 @@
-"""A stream's way out of a stage: the first event at once, then small lists, coalesced."""
+"""A stream's way out of a stage: the first text and the first sound at once, then small lists, soon larger ones."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -13,6 +14,10 @@ MAX_BATCH_BYTES = 1_000_000
 """A list is cut here, far below the 4 MB cap of Serve's gRPC transport."""
 _QUIET = (Opened, RecordEvent)
 """Events that are not worth a message of their own."""
+_SOUND = (AudioChunk, CodeFrameChunk)
+PATIENCE = 1 / 8
+"""No event waits for others longer than this part of the time since the stream's beginning, or since its first sound:
+the first tokens and frames are what the first sound is made of."""
 
 
 class Outbox:
@@ -26,6 +31,8 @@ class Outbox:
         self._pause = coalesce_ms / 1000
         self._quiet = RecordEvent if announced else _QUIET
         self._events: list[Event] = []
+        self._began = math.inf  # when the first list left, or the first sound came
+        self._sounds = False
         self._filled = asyncio.Event()
         self._closed = False
         self._error: BaseException | None = None
@@ -38,6 +45,8 @@ class Outbox:
         """
         self._events.append(event)
         if not isinstance(event, self._quiet):
+            if not self._sounds and isinstance(event, OutputEvent) and isinstance(event.output, _SOUND):
+                self._sounds, self._began = True, time.monotonic()
             self._filled.set()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -48,15 +57,14 @@ class Outbox:
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Lists of events until ``close``."""
-        flushed = -float("inf")
+        flushed = -math.inf
         while True:
             await self._filled.wait()
-            wait = flushed + self._pause - time.monotonic()
-            if wait > 0 and not self._closed:
-                await self._collect(wait)
+            await self._collect(flushed)
             if self._error is not None and all(isinstance(event, self._quiet) for event in self._events):
                 self._events.clear()  # nothing was shown: whoever waits may still be answered by another replica
             flushed = time.monotonic()  # not when the reader came back: its pause is no reason to wait longer
+            self._began = min(self._began, flushed)
             for batch in self._take():
                 if isinstance(last := batch[-1], OutputEvent):
                     last.sent_at = time.time()
@@ -67,16 +75,19 @@ class Outbox:
                     raise error
                 return
 
-    async def _collect(self, seconds: float) -> None:
-        """Let more events come for ``seconds``, less if the stream ends meanwhile."""
-        deadline = time.monotonic() + seconds
-        while not self._closed and (left := deadline - time.monotonic()) > 0:
+    async def _collect(self, flushed: float) -> None:
+        """Let more events come until enough time has passed since ``flushed``, less if the stream ends meanwhile."""
+        while not self._closed and (left := flushed + self._patience() - time.monotonic()) > 0:
             self._filled.clear()
             try:
                 async with asyncio.timeout(left):
                     await self._filled.wait()
             except TimeoutError:
                 return
+
+    def _patience(self) -> float:
+        """Seconds between two lists, for now."""
+        return min(self._pause, max(0.0, time.monotonic() - self._began) * PATIENCE)
 
     def _take(self) -> list[list[Event]]:
         waiting, self._events = self._events, []

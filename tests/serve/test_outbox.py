@@ -41,6 +41,9 @@ async def test_first_event_leaves_at_once():
 async def test_later_events_are_collected():
     outbox = Outbox(coalesce_ms=60)
     batches = outbox.batches()
+    outbox.put(text(-1))
+    await anext(batches)
+    await asyncio.sleep(0.5)
     outbox.put(text(0))
     await anext(batches)
     started = time.monotonic()
@@ -50,6 +53,33 @@ async def test_later_events_are_collected():
         await asyncio.sleep(0.002)
     assert await waiting == [text(n) for n in range(1, 6)]
     assert time.monotonic() - started >= 0.05
+
+
+async def test_a_young_stream_s_events_wait_for_next_to_nothing():
+    """The first tokens and frames are what the first sound is made of."""
+    outbox = Outbox(coalesce_ms=10_000)
+    batches = outbox.batches()
+    started = time.monotonic()
+    for n in range(5):
+        outbox.put(text(n))
+        assert await anext(batches) == [text(n)]
+        await asyncio.sleep(0.02)
+    assert time.monotonic() - started < 2
+
+
+async def test_the_first_sound_leaves_at_once_whatever_text_left_just_before():
+    outbox = Outbox(coalesce_ms=10_000)
+    batches = outbox.batches()
+    outbox.put(text(0))
+    await anext(batches)
+    outbox._began -= 100  # the stream is old: further text would be collected for ten seconds
+    waiting = asyncio.ensure_future(anext(batches))
+    outbox.put(text(1))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    outbox.put(sound(0, 4_000))
+    async with asyncio.timeout(5):
+        assert [event.output.position for event in await waiting] == [1, 0]
 
 
 async def test_an_event_after_a_pause_leaves_at_once():
