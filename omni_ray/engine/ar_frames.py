@@ -17,7 +17,7 @@ from omni_ray.engine.types import CodeFrameChunk, Output, Usage
 from omni_ray.errors import StageFailedError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameResult:
     """Row ``index`` of a ``FrameStep``; ``frame`` int64 [codebooks]."""
 

@@ -80,7 +80,7 @@ class Row:
         return self.replayed < self.recorded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Letter:
     """What an owner tells the loop about a row: it is new, an item for it arrived, no more will, or it is cancelled."""
 

@@ -88,7 +88,7 @@ class ConsumerSide(Protocol):
         """A latent of ``nbytes`` that counts in the stream's window arrived."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Received:
     """An event, the means to say that its latent was read, and where the time of reading it is recorded."""
 

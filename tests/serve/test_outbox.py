@@ -1,8 +1,10 @@
 """A stream's way out: the first event at once, then small lists, nothing lost, nothing reordered."""
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncIterator
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, LatentChunk, TextChunk
-from omni_ray.serve.events import Event, Opened, OutputEvent
+from omni_ray.serve.events import Event, Opened, OutputEvent, RecordEvent
 from omni_ray.serve.outbox import MAX_BATCH_BYTES, Outbox, pieces_of
 
 
@@ -190,6 +192,23 @@ async def test_every_array_counts(output):
         outbox.put(OutputEvent("x", output))
     outbox.close()
     assert len(await rest(outbox.batches())) > 1
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        TextChunk(3, " w", (7, 8)),
+        CodeFrameChunk(5, np.arange(32).reshape(2, 16)),
+        AudioChunk(9, np.arange(6, dtype=np.float32), 24_000),
+    ],
+)
+def test_what_is_pickled_in_a_way_of_its_own_arrives_whole(output):
+    for event in (OutputEvent("x", output, sent_at=1.5), RecordEvent("x", output)):
+        arrived = pickle.loads(pickle.dumps(event))
+        assert type(arrived) is type(event)
+        assert (arrived.stage, type(arrived.output)) == ("x", type(output))
+        for field in fields(output):
+            np.testing.assert_array_equal(getattr(arrived.output, field.name), getattr(output, field.name))
 
 
 async def test_head_of_the_stream_goes_with_the_first_output():
