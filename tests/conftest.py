@@ -189,7 +189,7 @@ class Served:
         return httpx.get(f"{self.url}/ready").status_code == 200 and not any(self.ongoing().values())
 
     def pids(self, stage: str) -> list[int]:
-        """Process ids of the stage's replicas, once there is one."""
+        """Process ids of the stage's replicas, once there is one; others' clusters on this machine are not asked."""
         import psutil
 
         # Ray adds ".method" to the title of a process that runs one
@@ -197,8 +197,7 @@ class Served:
         found: list[int] = []
 
         def some() -> bool:
-            titles = ((p.pid, (p.info["cmdline"] or [""])[0]) for p in psutil.process_iter(["cmdline"]))
-            found[:] = [pid for pid, words in titles if title.fullmatch(words)]
+            found[:] = [p.pid for p in psutil.Process().children(recursive=True) if title.fullmatch(title_of(p))]
             return bool(found)
 
         wait_until(some)
@@ -286,6 +285,16 @@ def lose(node: Any) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def title_of(process: Any) -> str:
+    """The first word of a process's command line; empty if it is gone."""
+    import psutil
+
+    try:
+        return next(iter(process.cmdline()), "")
+    except psutil.Error:
+        return ""
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S, every_s: float = 0.02) -> float:
