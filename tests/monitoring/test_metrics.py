@@ -31,11 +31,11 @@ Sample = tuple[dict[str, str], float]
 
 
 def scrape() -> dict[str, list[Sample]]:
-    """Every sample of every node's endpoint, by series name."""
+    """Every sample of every live node's endpoint, by series name."""
     import ray
 
     samples: dict[str, list[Sample]] = defaultdict(list)
-    for node in ray.nodes():
+    for node in filter(lambda node: node["Alive"], ray.nodes()):
         text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
         for line in text.splitlines():
             if match := LINE.match(line):
