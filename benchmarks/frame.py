@@ -60,7 +60,8 @@ def fill(cache: KVTable) -> None:
     """Normally distributed numbers, layer by layer."""
     for layer, numbers in enumerate(cache.numbers):
         noise = torch.randn(numbers.shape, device=numbers.device, dtype=torch.bfloat16)
-        numbers.copy_(noise if cache.scales is None else noise * 100)
+        # not every torch clips what e4m3 cannot hold: rows of NaN all go to the same experts
+        numbers.copy_(noise if cache.scales is None else (noise * 100).clamp(-448, 448))
         if cache.scales is not None:
             cache.scales[layer] = 0.01
 
