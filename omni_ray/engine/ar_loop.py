@@ -189,18 +189,18 @@ class DecodeLoop:
         self._waiting = [row for row in self._waiting if not row.cancelled]
 
     def _prefill(self) -> None:
-        """Let waiting rows in, and compute ``PREFILL_CHUNK`` positions of prompts, of the most urgent rows first."""
+        """Let waiting rows in, and compute ``prefill_chunk`` positions of prompts, of the most urgent rows first."""
         while self._slots and self._waiting:
             row = _most_urgent(self._waiting)
             self._waiting.remove(row)
             row.slot = heapq.heappop(self._slots)
             self._prefilling.append(row)
             self._alone(row, self._join, row)
-        room = PREFILL_CHUNK
+        room = chunk = self._steps.model.prefill_chunk
         while self._prefilling:
             row = _most_urgent(self._prefilling)
             # Deterministic models compute a whole piece, however short.
-            room -= PREFILL_CHUNK if self._deterministic else _piece_end(row) - row.computed
+            room -= chunk if self._deterministic else self._piece_end(row) - row.computed
             if room < 0:
                 break
             self._alone(row, self._prefill_piece, row)
@@ -215,7 +215,7 @@ class DecodeLoop:
             self._end_feed(row)
 
     def _prefill_piece(self, row: Row) -> None:
-        end = _piece_end(row)
+        end = self._piece_end(row)
         with self._busy():
             result = self._steps.prefill(row, end)
         row.computed = end
@@ -224,6 +224,10 @@ class DecodeLoop:
         self._prefilling.remove(row)
         self._decoding.append(row)
         self._take(row, self._steps.prompt_done(row, result))
+
+    def _piece_end(self, row: Row) -> int:
+        chunk = self._steps.model.prefill_chunk
+        return min(row.length, (row.computed // chunk + 1) * chunk)
 
     def _catch_up(self) -> None:
         """Take ``PREFILL_CHUNK`` positions of one record in, of the most urgent row that goes on here."""
@@ -314,10 +318,6 @@ class DecodeLoop:
         self._waiting.extend(letter.row for letter in late if letter is not None and letter.kind == "new")
         for row in self._waiting:
             self._mail.append((row, (error,)))
-
-
-def _piece_end(row: Row) -> int:
-    return min(row.length, (row.computed // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
 
 
 def _most_urgent(rows: Sequence[Row]) -> Row:

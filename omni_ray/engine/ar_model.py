@@ -5,7 +5,7 @@ step, code predictor and sampling are one step of the model). Both share ``SlotM
 
 **Prompts.** ``encode`` turns a typed input into a prepared prompt: anything with a length and slices. A list of token
 ids is one; a model whose prompt is embeddings and rope positions makes a class of its own. The engine cuts it at
-multiples of ``PREFILL_CHUNK`` and hands over the pieces; it never looks inside.
+multiples of ``prefill_chunk`` and hands over the pieces; it never looks inside.
 
 **Self-test.** With ``deterministic: true`` the engine computes ``probes()`` at start-up, alone and among each other,
 and refuses to start if any number differs (``ar_selftest``).
@@ -22,7 +22,7 @@ from omni_ray.engine.base import EngineContext
 from omni_ray.engine.types import Chunk, Request
 
 PREFILL_CHUNK: Final = 128
-"""Prompt positions computed between two decode steps; pieces are cut at multiples of it."""
+"""See ``SlotModel.prefill_chunk``; of a model that says nothing else, and of known answers taken over."""
 
 
 class Prepared(Protocol):
@@ -73,6 +73,11 @@ class SlotModel(ABC):
     def begin(self, slot: int, prompt: Any) -> int:
         """Take ``slot`` for a prepared prompt; how many first positions (less than all) the slot already holds."""
         return 0
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Prompt positions computed between two decode steps; pieces are cut at multiples of it. Asked once loaded."""
+        return PREFILL_CHUNK
 
     @abstractmethod
     def release(self, slot: int) -> None:

@@ -1,107 +1,189 @@
-"""Pieces of prompts as CUDA graphs: launched kernel by kernel, a short one costs the host far more than the GPU.
+"""Prompts as CUDA graphs: launched kernel by kernel, a short one costs the host far more than the GPU.
 
-Twenty layers of some 70 kernels each take the host longer than the decode step that waits behind them. A graph is
-captured for a few sizes; a piece is padded to the next one. What no graph fits is computed kernel by kernel.
+Twenty layers of some 70 kernels each take the host longer than the decode steps that wait behind them. So graphs are
+captured for a few sizes, and prompts padded to the next one. What stands at the beginning of prompts is held back until
+the next step needs it, and then computed together: a pack of several prompts takes about as long as one. What no graph
+fits is computed kernel by kernel.
 """
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.capture import captured
 from omni_ray.engine.slot_decoder import SlotDecoder
 
 logger = logging.getLogger(__name__)
 
-SIZES: Final = (32, PREFILL_CHUNK)
-"""Positions of a piece: the tail of a prompt, and a whole piece."""
+CHUNK: Final = 512
+"""Most positions of a graph, and so of a piece."""
 
-NEAR: Final = 512
-"""A prompt that ends before it looks at no more of the cache than this."""
+PACKS: Final = (64, 256, CHUNK)
+"""Positions of a pack: beginnings of prompts."""
+
+PIECES: Final = (128, CHUNK)
+"""Positions of a piece that stands further on."""
+
+NEAR: Final = 1024
+"""A piece that ends before it looks at no more of the cache than this."""
+
+
+class _Rows:
+    """Positions to compute, in tensors that stay where they are; those that are not filled are nobody's."""
+
+    def __init__(self, decoder: SlotDecoder, size: int) -> None:
+        device = decoder.device
+        self.embeds = torch.zeros(size, decoder.hidden, dtype=decoder.dtype, device=device)
+        self.axes = torch.zeros(3, size, device=device)
+        self.positions = torch.full((size,), decoder.length - 1, device=device)
+        self._counting = torch.arange(size, device=device)
+        self._nowhere = decoder.length - 1
+
+    def put(self, at: int, embeds: Tensor, axes: Tensor, start: int) -> int:
+        """Fill some, from ``at`` on; the number behind them."""
+        end = at + len(embeds)
+        self.embeds[at:end] = embeds
+        self.axes[:, at:end] = axes
+        torch.add(self._counting[: len(embeds)], start, out=self.positions[at:end])
+        return end
+
+    def end(self, at: int) -> None:
+        """Let the rest be nobody's."""
+        self.positions[at:] = self._nowhere
+
+
+class PromptPack:
+    """The kernels of the beginnings of several prompts."""
+
+    def __init__(self, decoder: SlotDecoder, size: int) -> None:
+        """Args: the decoder that computes, and the most positions of all prompts."""
+        self._decoder = decoder
+        self._rows = _Rows(decoder, size)
+        self._slots = torch.zeros(size, dtype=torch.long, device=decoder.device)
+
+    def fill(self, prompts: "Sequence[Beginning]") -> None:
+        """What the next ``run`` computes; of different slots."""
+        at = 0
+        for prompt in prompts:
+            end = self._rows.put(at, prompt.embeds, prompt.axes, 0)
+            self._slots[at:end] = prompt.slot
+            at = end
+        self._rows.end(at)
+
+    def run(self) -> None:
+        """Write the KV; before any ``fill``, only at the last position, which is nobody's."""
+        self._decoder.pack(self._rows.embeds, self._rows.axes, self._rows.positions, self._slots)
 
 
 class PromptPiece:
-    """The kernels of one piece, over tensors that stay where they are."""
+    """The kernels of a piece of one prompt."""
 
     def __init__(self, decoder: SlotDecoder, size: int, reach: int) -> None:
         """Args: the decoder that computes, most positions of a piece, and how much of the cache it looks at."""
-        device, dtype = decoder.device, decoder.dtype
         self._decoder, self._reach = decoder, reach
-        self._embeds = torch.zeros(size, decoder.hidden, dtype=dtype, device=device)
-        self._axes = torch.zeros(3, size, device=device)
-        self._counting = torch.arange(size, device=device)
-        self._nowhere = decoder.length - 1
-        self._positions = torch.full_like(self._counting, self._nowhere)
-        self._slot = torch.zeros(1, dtype=torch.long, device=device)
+        self._rows = _Rows(decoder, size)
+        self._slot = torch.zeros(1, dtype=torch.long, device=decoder.device)
         self._last = torch.zeros_like(self._slot)
 
     def fill(self, slot: int, embeds: Tensor, axes: Tensor, start: int) -> None:
         """What the next ``run`` computes: see ``SlotDecoder.write``."""
-        count = len(embeds)
-        self._embeds[:count] = embeds
-        self._axes[:, :count] = axes
-        torch.add(self._counting, start, out=self._positions)
-        self._positions[count:] = self._nowhere
+        self._rows.end(self._rows.put(0, embeds, axes, start))
         self._slot.fill_(slot)
-        self._last.fill_(start + count - 1)
+        self._last.fill_(start + len(embeds) - 1)
 
     def run(self) -> None:
         """Write the piece's KV; before any ``fill``, only at the last position, which is nobody's."""
-        self._decoder.piece(self._embeds, self._axes, self._positions, self._slot, self._last, self._reach)
+        rows = self._rows
+        self._decoder.piece(rows.embeds, rows.axes, rows.positions, self._slot, self._last, self._reach)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first positions of a prompt, perhaps all: ``embeds`` [t, hidden], float32 rope positions ``axes`` [3, t]."""
+
+    slot: int
+    embeds: Tensor
+    axes: Tensor
 
 
 class PromptGraphs:
-    """Writes pieces of prompts by graphs. ``write`` from one thread, whose stream orders them and everything else."""
+    """Writes prompts by graphs. All calls from one thread, whose stream orders them and everything else."""
 
     def __init__(self, decoder: SlotDecoder) -> None:
-        """Capture the graphs of near prompts, and begin to capture the others on a thread of their own."""
+        """Capture the packs, and begin to capture the others on a thread of their own."""
         self._decoder = decoder
-        self._graphs: dict[tuple[int, int], tuple[PromptPiece, torch.cuda.CUDAGraph]] = {}
-        self._stopped = threading.Event()
-        near = min(NEAR, decoder.length)
-        self._capture([(size, near) for size in SIZES])
-        far = [(size, decoder.length) for size in SIZES if decoder.length > near]
-        self._thread = threading.Thread(target=self._capture_rare, args=(far,), name="prompt-graphs", daemon=True)
+        self._packs: dict[int, tuple[PromptPack, torch.cuda.CUDAGraph]] = {}
+        self._pieces: dict[tuple[int, int], tuple[PromptPiece, torch.cuda.CUDAGraph]] = {}
+        self._held: list[Beginning] = []
+        for size in PACKS:
+            pack = PromptPack(decoder, size)
+            self._packs[size] = pack, _graph(pack.run)
+        self._thread = threading.Thread(target=self._capture_pieces, name="prompt-graphs", daemon=True)
         self._thread.start()
 
     def write(self, slot: int, embeds: Tensor, axes: Tensor, start: int) -> bool:
-        """Compute a piece, as ``SlotDecoder.write``; False if no graph is there for it, and nothing was done."""
-        fitting = [key for key in product(SIZES, (NEAR, self._decoder.length)) if key in self._graphs]
-        key = next((k for k in fitting if k[0] >= len(embeds) and k[1] >= start + len(embeds)), None)
+        """Compute a piece, as ``SlotDecoder.write``, at the latest when ``flush`` is called.
+
+        Returns:
+            Whether there is a graph for it; if not, nothing was done.
+        """
+        if start == 0 and len(embeds) <= CHUNK:
+            held = sum(len(other.embeds) for other in self._held)
+            if held + len(embeds) > CHUNK or any(other.slot == slot for other in self._held):
+                self.flush()
+            self._held.append(Beginning(slot, embeds, axes))
+            return True
+        self.flush()  # what this one looks at
+        end = start + len(embeds)
+        fits = (key for key in self._keys() if key[0] >= len(embeds) and key[1] >= end and key in self._pieces)
+        key = next(fits, None)
         if key is None:
             return False
-        piece, graph = self._graphs[key]
+        piece, graph = self._pieces[key]
         piece.fill(slot, embeds, axes, start)
         graph.replay()
         return True
+
+    def flush(self) -> None:
+        """Compute what is held back."""
+        if not self._held:
+            return
+        count = sum(len(prompt.embeds) for prompt in self._held)
+        pack, graph = self._packs[next(size for size in PACKS if size >= count)]
+        pack.fill(self._held)
+        graph.replay()
+        self._held.clear()
+
+    def drop(self, slot: int) -> None:
+        """Forget what is held back of a slot that was given up."""
+        self._held = [prompt for prompt in self._held if prompt.slot != slot]
 
     def wait(self) -> None:
         """Until all graphs are captured."""
         self._thread.join()
 
-    def stop(self) -> None:
-        """Capture no further graphs."""
-        self._stopped.set()
+    def _keys(self) -> list[tuple[int, int]]:
+        """(size, reach) of pieces, the cheapest first."""
+        return list(product(PIECES, sorted({min(NEAR, self._decoder.length), self._decoder.length})))
 
-    def _capture(self, keys: Sequence[tuple[int, int]]) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        for size, reach in keys:
-            if self._stopped.is_set():
-                return
-            piece = PromptPiece(self._decoder, size, reach)
-            self._graphs[size, reach] = piece, captured(piece.run, stream)
-
-    def _capture_rare(self, keys: Sequence[tuple[int, int]]) -> None:
+    def _capture_pieces(self) -> None:
         try:
             with torch.inference_mode():
-                self._capture(keys)
+                for size, reach in self._keys():
+                    piece = PromptPiece(self._decoder, size, reach)
+                    self._pieces[size, reach] = piece, _graph(piece.run)
         except Exception:
             # Such pieces are computed kernel by kernel: slower, not wrong.
-            logger.exception("graphs of prompts beyond %d positions were not captured", NEAR)
+            logger.exception("graphs of prompts beyond %d positions were not captured", CHUNK)
+
+
+def _graph(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return captured(run, stream)

@@ -126,6 +126,24 @@ class SlotDecoder:
 
         self._run(embeds[None], axes[:, None], (places <= positions[:, None])[None], remember)
 
+    def pack(self, embeds: Tensor, axes: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Compute positions of several slots, each slot's from its first on, for their KV alone, in one call.
+
+        Args:
+            embeds: [t, hidden].
+            axes: float32 rope positions [3, t].
+            positions: int64 [t], where each one stands in its slot; those of padding at the last of all.
+            slots: int64 [t], whose each one is.
+        """
+        visible = (slots == slots[:, None]) & (positions <= positions[:, None])
+
+        def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            for table, new in ((self.keys, k), (self.values, v)):
+                table.write(layer, slots[:, None], positions[:, None], new[0].transpose(0, 1)[:, :, None])
+            return k, v  # nobody looks at what was there before
+
+        self._run(embeds[None], axes[:, None], visible[None], remember)
+
     def _run(self, embeds: Tensor, angles: Tensor, visible: Tensor, remember: Remember) -> Tensor:
         """Layers and the last norm; ``visible`` [n, t, seen] says what each position looks at."""
         rotary = self._model.rotary_emb(embeds, angles)

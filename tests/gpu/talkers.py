@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from omni_ray.config.sampling import SamplingParams
-from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.types import Request
 from omni_ray.models.qwen3_omni.options import TalkerOptions
@@ -46,8 +45,9 @@ def start(talker: Qwen3OmniTalker, slot: int, asked: TalkerPrompt, sampling: Sam
     """All of the prompt, the text and its end."""
     rows = talker.encode(asked)
     talker.begin(slot, rows)
-    for begin in range(0, len(rows), PREFILL_CHUNK):
-        talker.prefill(slot, rows[begin : begin + PREFILL_CHUNK], begin)
+    chunk = talker.prefill_chunk
+    for begin in range(0, len(rows), chunk):
+        talker.prefill(slot, rows[begin : begin + chunk], begin)
     talker.sample_as(slot, Request(str(slot), seed=slot + (slot << 40), sampling=sampling))
     talker.feed(slot, TalkerText(TEXT))
     talker.end_feed(slot)

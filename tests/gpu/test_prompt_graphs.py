@@ -23,7 +23,10 @@ def test_graphs_write_what_kernels_write(talker: Qwen3OmniTalker, length: int) -
     asked = prompt(length)
     start(talker, 0, prompt(477), GREEDY)  # an earlier owner of the slots
     start(talker, 3, prompt(477), GREEDY)
+    graphs.flush()
+    start(talker, 1, prompt(30), GREEDY)  # one more in the pack
     start(talker, 0, asked, GREEDY)
+    graphs.flush()
     talker._prompts = None
     start(talker, 3, asked, GREEDY)
     talker._prompts = graphs
@@ -37,9 +40,8 @@ def test_graphs_write_what_kernels_write(talker: Qwen3OmniTalker, length: int) -
 def test_a_graph_is_there_for_every_piece(talker: Qwen3OmniTalker) -> None:
     """Also for the last piece that fits, and for none beyond the cache."""
     decoder, graphs = talker._talker, talker._prompts
-    assert graphs is not None
     rows = talker.encode(prompt(470))
-    assert graphs.write(1, rows.embeds[:128], rows.axes[:, :128], 0)
+    assert graphs.write(1, rows.embeds[:400], rows.axes[:, :400], 0)
     assert graphs.write(1, rows.embeds[:128], rows.axes[:, :128], decoder.length - 129)
-    assert not graphs.write(1, rows.embeds[:129], rows.axes[:, :129], 0)
+    assert not graphs.write(1, rows.embeds[:129], rows.axes[:, :129], decoder.length - 128)
     torch.cuda.synchronize()

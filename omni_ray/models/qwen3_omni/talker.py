@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
-from omni_ray.engine.prompt_graphs import PromptGraphs
+from omni_ray.engine.prompt_graphs import CHUNK, PromptGraphs
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
 from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
@@ -133,6 +133,8 @@ class Qwen3OmniTalker(CodecLM):
         self._suppressed = suppressed
         self._slots: dict[int, Speech] = {}
         self._sampling = RowSampling.empty(rows, self._device)
+        # written to the device when an eager step needs it: a captured frame has its own
+        self._to_sample_as: dict[int, Request] = {}
         self._said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._device)
         self._last = torch.zeros(rows, upstream.config.text_config.hidden_size, device=self._device).to(self._text)
 
@@ -193,12 +195,14 @@ class Qwen3OmniTalker(CodecLM):
     def release(self, slot: int) -> None:
         """See ``SlotModel.release``; the slot's next request overwrites its KV."""
         self._slots.pop(slot, None)
+        if self._prompts is not None:
+            self._prompts.drop(slot)
 
     def sample_as(self, slot: int, request: Request) -> None:
         """See ``CodecLM.sample_as``."""
         if self._captured is not None:
             self._captured.sample_as(slot, request)
-        self._sampling.set(slot, request)
+        self._to_sample_as[slot] = request
 
     def feed(self, slot: int, item: Any) -> int:
         """A unit is a token."""
@@ -238,6 +242,11 @@ class Qwen3OmniTalker(CodecLM):
             self._talker.write(slot, embeds, axes, start, fixed=fixed)
 
     @property
+    def prefill_chunk(self) -> int:
+        """See ``SlotModel.prefill_chunk``."""
+        return PREFILL_CHUNK if self._prompts is None else CHUNK
+
+    @property
     def ahead(self) -> bool:
         """See ``CodecLM.ahead``; fixed shapes are computed one frame at a time."""
         return self._captured is not None and not self._deterministic
@@ -246,6 +255,8 @@ class Qwen3OmniTalker(CodecLM):
         """See ``CodecLM.launch``."""
         if self._captured is None:
             return super().launch(slots, steps)
+        if self._prompts is not None:
+            self._prompts.flush()
         speeches = [self._slots[slot] for slot in slots]
         return self._captured.launch(
             [
@@ -264,6 +275,11 @@ class Qwen3OmniTalker(CodecLM):
         Rows between the first and the last slot that are not wanted are computed too and thrown away: gathering KV
         would cost more. They write at the last position, which is nobody's.
         """
+        if self._prompts is not None:
+            self._prompts.flush()
+        for slot, request in self._to_sample_as.items():
+            self._sampling.set(slot, request)
+        self._to_sample_as.clear()
         length = self._talker.length
         rows = range(self._talker.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
         mine = slice(rows.start, rows.stop)

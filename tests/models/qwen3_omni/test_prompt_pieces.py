@@ -1,18 +1,20 @@
-"""What a CUDA graph of a prompt's piece computes, run without a graph: the KV that ``SlotDecoder.write`` gives."""
+"""What CUDA graphs of prompts compute, run without graphs: the KV that ``SlotDecoder.write`` gives."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from omni_ray.engine import prompt_graphs
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.prompt_graphs import PromptPiece
+from omni_ray.engine.prompt_graphs import CHUNK, PromptGraphs, PromptPack, PromptPiece
 from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.pipeline import TALKER
 from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
 
-SLOTS, LENGTH = 3, 200
+SLOTS, LENGTH = 4, 1000
 
 
 @pytest.fixture(scope="module")
@@ -52,4 +54,42 @@ def test_pieces_are_written_as_without_graphs(decoder: SlotDecoder, lengths: tup
 def test_a_piece_that_was_never_filled_writes_only_where_nobody_looks(decoder: SlotDecoder) -> None:
     before = decoder.keys.numbers.clone()
     PromptPiece(decoder, 32, 64).run()
+    PromptPack(decoder, 32).run()
     assert torch.equal(decoder.keys.numbers[..., :-1, :].nan_to_num(7), before[..., :-1, :].nan_to_num(7))
+
+
+class _NoGraph:
+    """Stands for a CUDA graph: computes when it is replayed."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+@torch.inference_mode()
+def test_prompts_are_packed_and_go_on(decoder: SlotDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings of three prompts, one of which ends further on, one that is given up, and one that fits no more."""
+    monkeypatch.setattr(prompt_graphs, "_graph", _NoGraph)
+    graphs = PromptGraphs(decoder)
+    graphs.wait()
+    lengths = {0: 130, 1: CHUNK + 40, 2: 77}
+    for table in (decoder.keys.numbers, decoder.values.numbers):
+        table.fill_(torch.nan)
+    prompts = {slot: torch.randn(count, decoder.hidden) for slot, count in lengths.items()}
+    axes = torch.arange(LENGTH).float().expand(3, -1)
+    expected = {}
+    for slot, prompt in prompts.items():
+        decoder.write(3, prompt, axes[:, : len(prompt)], 0, fixed=False)
+        tables = (decoder.keys.numbers, decoder.values.numbers)
+        expected[slot] = [table[:, 3, :, : len(prompt)].clone() for table in tables]
+    assert graphs.write(2, torch.full((9, decoder.hidden), torch.nan), axes[:, :9], 0)
+    graphs.drop(2)
+    for slot in (0, 2, 1):
+        assert graphs.write(slot, prompts[slot][:CHUNK], axes[:, : min(CHUNK, lengths[slot])], 0)
+    assert decoder.keys.numbers[:, 0, :, : lengths[0]].isfinite().all(), "the third fits no more: two are computed"
+    assert decoder.keys.numbers[:, 1].isnan().all(), "the third is held back"
+    assert graphs.write(1, prompts[1][CHUNK:], axes[:, CHUNK : lengths[1]], CHUNK)
+    for slot, tables in expected.items():
+        for ours, theirs in zip((decoder.keys.numbers, decoder.values.numbers), tables, strict=True):
+            torch.testing.assert_close(ours[:, slot, :, : lengths[slot]], theirs, rtol=0, atol=1e-5)
+            assert ours[:, slot, :, lengths[slot] : -1].isnan().all()
+    assert not graphs.write(1, prompts[1], axes[:, : lengths[1]], 0), "too long for any graph"
