@@ -25,7 +25,7 @@ from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, talker_module
-from omni_ray.models.qwen3_omni.talker_prompt import Markers, media_tensor, talker_ids
+from omni_ray.models.qwen3_omni.talker_prompt import Markers, media_tensor, probes, talker_ids
 
 if TYPE_CHECKING:
     from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
@@ -215,23 +215,8 @@ class Qwen3OmniTalker(CodecLM):
         self._slots[slot].ended = True
 
     def probes(self) -> Sequence[Probe]:
-        """Four prompts of different lengths, one of them longer than a piece."""
-        markers, room = self._markers, self._talker.length - 20
-        turn = (markers.im_start, markers.assistant, markers.tts_pad)
-        ids = range(1, len(self._text))
-        sizes = [min(size, max(room, 1)) for size in (3, PREFILL_CHUNK + 9, 17, 40)]
-        return [
-            Probe(
-                TalkerPrompt((markers.im_start, markers.user, *self._plain(ids[size:])[:size], *turn)),
-                (TalkerText(self._plain(ids[2 * size :])[:8]),),
-            )
-            for size in sizes
-        ]
-
-    def _plain(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Of some ids those that mean nothing to the prompt's layout."""
-        rope = self._markers.rope
-        return tuple(i for i in ids[:512] if i not in {self._markers.im_start, rope.audio, rope.image, rope.video})
+        """See ``talker_prompt.probes``."""
+        return probes(self._markers, self._talker.length - 20, len(self._text))
 
     def prefill(self, slot: int, piece: RopeRows, start: int) -> None:
         """See ``CodecLM.prefill``."""

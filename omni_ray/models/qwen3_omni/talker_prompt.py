@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omni_ray.engine.ar_model import PREFILL_CHUNK, Probe
 from omni_ray.errors import InvalidRequestError, StageFailedError
 from omni_ray.models.qwen3_omni.positions import RopeLayout, RopePositions, rope_positions
-from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt
+from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
 
 HEADER: Final = 3
 """Positions of ``<|im_start|>assistant\\n``."""
@@ -140,3 +141,22 @@ def media_tensor(prompt: TalkerPrompt, like: Tensor) -> Tensor:
     """The prompt's hidden rows [m, thinker hidden] on the device and in the dtype of ``like``."""
     assert prompt.media_rows is not None
     return torch.from_numpy(np.ascontiguousarray(prompt.media_rows)).to(like)
+
+
+def probes(markers: Markers, room: int, vocabulary: int) -> list[Probe]:
+    """For the self-test: four prompts of different lengths, at most ``room``, one of them longer than a piece."""
+    turn = (markers.im_start, markers.assistant, markers.tts_pad)
+    meaning = {markers.im_start, markers.rope.audio, markers.rope.image, markers.rope.video}
+
+    def plain(first: int) -> tuple[int, ...]:
+        """Ids that mean nothing to the prompt's layout."""
+        return tuple(i for i in range(1, vocabulary)[first : first + 512] if i not in meaning)
+
+    sizes = [min(size, max(room, 1)) for size in (3, PREFILL_CHUNK + 9, 17, 40)]
+    return [
+        Probe(
+            TalkerPrompt((markers.im_start, markers.user, *plain(size)[:size], *turn)),
+            (TalkerText(plain(2 * size)[:8]),),
+        )
+        for size in sizes
+    ]
