@@ -65,12 +65,13 @@ def test_rows_see_their_slots_and_nothing_else(device: str, dtype: torch.dtype, 
             where = torch.tensor([[slot]], device=device), torch.tensor([[position]], device=device)
             old.write(1, *where, new.to(dtype)[None, :, None])
             seen.append(table.read(1, slice(slot, slot + 1), position + 1, torch.float32).float())
-        grouped = q.float().view(1, GROUPS, HEADS // GROUPS, DIM)
-        expected = scaled_dot_product_attention(grouped, *seen, scale=SCALE)
-        torch.testing.assert_close(out[row].float(), expected.flatten(), **near)
+        grouped = q.double().view(1, GROUPS, HEADS // GROUPS, DIM)
+        expected = scaled_dot_product_attention(grouped, *(x.double() for x in seen), scale=SCALE)
+        torch.testing.assert_close(out[row].double(), expected.flatten(), **near)
     for table, plain in zip(tables, before, strict=True):
         # Numbers of e4m3 are an eighth apart. Few lie on the border between two.
         ours, theirs = (t.read(1, slice(0, SLOTS), LENGTH, torch.float32).float() for t in (table, plain))
         torch.testing.assert_close(ours, theirs, rtol=0.13 if fp8 else 8e-3, atol=1e-2)
-        assert (ours != theirs).float().mean() < 1e-3
+        # Sums in another order change the last bits of float32, and what lies on such a border.
+        assert ((ours - theirs).abs() > 1e-5 + 1e-5 * theirs.abs()).float().mean() < 1e-3
         assert torch.equal(table.numbers[0].float(), plain.numbers[0].float())  # the other layer
