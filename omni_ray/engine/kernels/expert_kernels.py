@@ -156,10 +156,11 @@ def down_grouped(
 
 @triton.jit
 def collect(
-    parts, experts, x,
-    H: tl.constexpr, A: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    parts, experts, x, squares_left,
+    H: tl.constexpr, A: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_N: tl.constexpr, LEAVES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add a row's assignments to ``x``."""
+    """Add a row's assignments to ``x``, and leave the sum of its squares."""
     m = tl.program_id(0)
     cols, a = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_A)
     turn(PDL)
@@ -167,4 +168,8 @@ def collect(
     mask = there[:, None] & (cols < H)[None, :]
     part = tl.load(parts + (m * A + a)[:, None] * H + cols[None, :], mask=mask, other=0.0)
     y = tl.sum(part, 0) + tl.load(x + m * H + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(x + m * H + cols, y.to(x.dtype.element_ty), mask=cols < H)
+    result = y.to(x.dtype.element_ty)
+    tl.store(x + m * H + cols, result, mask=cols < H)
+    if LEAVES:
+        wide = result.to(tl.float32)
+        tl.store(squares_left + m * tl.num_programs(1) + tl.program_id(1), tl.sum(wide * wide, 0))

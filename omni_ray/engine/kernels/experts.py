@@ -25,6 +25,9 @@ from omni_ray.engine.kernels.rows import ROW_WORDS
 GROUP: Final = 16
 """Rows that an expert's weights are multiplied with at once."""
 
+COLLECTED: Final = 256
+"""Numbers of a row that are summed at once in the end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -103,7 +106,14 @@ MANY_ROWS: Final = ExpertTiles(Tiles(GROUP, 32, 128, 4, 4), Tiles(GROUP, 64, 128
 
 
 def add_experts(
-    x: Tensor, rows: Tensor, layer: Experts, scratch: ExpertScratch, counts: Tensor, tiles: ExpertTiles | None = None
+    x: Tensor,
+    rows: Tensor,
+    layer: Experts,
+    scratch: ExpertScratch,
+    counts: Tensor,
+    tiles: ExpertTiles | None = None,
+    squares: Tensor | None = None,
+    squares_left: Tensor | None = None,
 ) -> None:
     """``x`` += the experts' weighted sum of ``x / rms(x)``, for rows that are somebody's.
 
@@ -114,11 +124,13 @@ def add_experts(
         scratch: shared by all layers.
         counts: int32 [E], zeros before.
         tiles: None takes what was fastest.
+        squares: those of ``x`` before, see ``linear``.
+        squares_left: float32 [M, H / ``COLLECTED``], those of ``x`` afterwards; not written for one row.
     """
     m, hidden = x.shape
     count, _, width = layer.down.shape
     a, routed = layer.assignments, len(layer.router) - 1
-    linear(x, layer.router, scratch.logits, eps=layer.eps)
+    linear(x, layer.router, scratch.logits, eps=layer.eps, squares=squares)
     pdl = following(x)
     route[(m,)](
         x, rows, scratch.logits, scratch.experts, scratch.weights, scratch.factors, scratch.lists, counts, layer.eps,
@@ -160,7 +172,8 @@ def add_experts(
         BLOCK_N=down.outputs, BLOCK_K=min(down.inputs, max(16, triton.next_power_of_2(width))),
         num_warps=down.warps, num_stages=stages(down, x.dtype), **common,
     )  # fmt: skip
-    collect[(m, triton.cdiv(hidden, 256))](
-        scratch.parts, scratch.experts, x, H=hidden, A=a, BLOCK_A=triton.next_power_of_2(a), BLOCK_N=256,
+    collect[(m, triton.cdiv(hidden, COLLECTED))](
+        scratch.parts, scratch.experts, x, x if squares_left is None else squares_left,
+        H=hidden, A=a, BLOCK_A=triton.next_power_of_2(a), BLOCK_N=COLLECTED, LEAVES=squares_left is not None,
         num_warps=2, **pdl,
     )  # fmt: skip

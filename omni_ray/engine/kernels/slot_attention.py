@@ -77,7 +77,7 @@ def attend_slots(
         partials: scratch.
         out: [M, heads d].
         scale: of the scores.
-        tiles: None takes what was fastest.
+        tiles: None takes ``slot_tiles``.
     """
     m, heads, splits, dim = partials.values.shape
     k, v = keys.numbers[layer], values.numbers[layer]
@@ -90,7 +90,7 @@ def attend_slots(
     v_scales = v if values.scales is None else values.scales[layer]
     grid = (m, groups, splits)
     half = max(16, triton.next_power_of_2(dim // 2))
-    how = tiles or SlotTiles(64, 4, 2 if qkv.dtype == torch.float32 else 3)
+    how = tiles or slot_tiles(qkv.dtype, fp8)
     _slots[grid](
         qkv, rows, norms.query, norms.key, *rotary, k, v, k_scales, v_scales,
         partials.values, partials.maxima, partials.sums, norms.eps, scale, length,
@@ -103,6 +103,19 @@ def attend_slots(
         partials.values, partials.maxima, partials.sums, out,
         SPLITS=splits, D=dim, BLOCK_D=triton.next_power_of_2(dim), num_warps=1, **following(qkv),
     )  # fmt: skip
+
+
+def slot_tiles(dtype: torch.dtype, fp8: bool) -> SlotTiles:
+    """What was fastest on an H200 at 64 rows (benchmarks/h200.md)."""
+    if dtype == torch.float32:
+        return SlotTiles(64, 4, 2)
+    return SlotTiles(64, 2 if fp8 else 4, 3)
+
+
+def splits_of(m: int, groups: int, fp8: bool) -> int:
+    """Into how many splits each of ``m`` rows' positions go: at most 64, and no more than run on a GPU at once."""
+    programs = 512 if fp8 else 256  # an H200's 132 multiprocessors hold the tiles of 2 each, of 4 if they are of 8 bits
+    return min(64, 1 << (max(1, programs // (m * groups)).bit_length() - 1))
 
 
 def _math(dtype: torch.dtype, fp8: bool) -> Any:

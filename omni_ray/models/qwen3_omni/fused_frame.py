@@ -6,23 +6,20 @@ Nothing here depends on the rows' lengths, on what they drew, or on the host.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from omni_ray.engine.kernels.attention import attend_frame
-from omni_ray.engine.kernels.experts import ExpertScratch, add_experts
+from omni_ray.engine.kernels.experts import COLLECTED, ExpertScratch, add_experts
 from omni_ray.engine.kernels.frame import begin_frame
-from omni_ray.engine.kernels.linear import linear
+from omni_ray.engine.kernels.linear import linear, parts_of
 from omni_ray.engine.kernels.rows import RESULT_EXTRA, nobody
 from omni_ray.engine.kernels.sampler import Drawing, FirstCode, draw_first, draw_next
-from omni_ray.engine.kernels.slot_attention import Partials, attend_slots
+from omni_ray.engine.kernels.slot_attention import Partials, attend_slots, splits_of
 from omni_ray.engine.kv_table import KVTable
 from omni_ray.models.qwen3_omni.packed_weights import absorb, predictor_layer, talker_layer
-
-SPLIT_PROGRAMS: Final = 512
-"""Programs that the attention over the cache is cut into, about: few rows are cut finely, many not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +85,7 @@ class FusedFrame:
         small_heads = small.attention.out.shape[1] // dim
         small_groups = (len(small.attention.qkv) // dim - small_heads) // 2
         groups = talker.tables.keys.numbers.shape[2]
-        splits = max(1, SPLIT_PROGRAMS // (m * groups))
-        splits = min(64, 1 << (splits.bit_length() - 1))
+        splits = splits_of(m, groups, talker.tables.keys.scales is not None)
 
         def empty(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -106,6 +102,9 @@ class FusedFrame:
         self._drawing = Drawing.of(self.rows, self.results, talker.tables.last)
         self._pairs = empty(2 * m, hidden)
         self._small_qkv, self._small_seen = empty(2 * m, len(small.attention.qkv)), empty(2 * m, small_heads * dim)
+        parts = parts_of(2 * m, hidden)
+        self._squares = [empty(2 * m, parts, dtype=torch.float32) for _ in range(2)]
+        self._collected = empty(m, -(-hidden // COLLECTED), dtype=torch.float32)
         self._inner = empty(2 * m, small.down.shape[1])
         cache = (len(talker.predictor_layers), m, small_groups, talker.codebooks, dim)
         self._keys, self._values = empty(*cache), empty(*cache)
@@ -114,17 +113,20 @@ class FusedFrame:
     def run(self) -> None:
         """Launch the frame's kernels; waits for nothing."""
         talker, tables, x = self._talker, self._talker.tables, self._x
+        # Of what attention and experts have written; nobody left those of the first layer's inputs.
+        middle, end = self._squares[0][: len(x)], self._collected
         begin_frame(self.rows, tables.last, tables.text, talker.frequencies, x, self._rotary, self._counts)
         for index, layer in enumerate(talker.layers):
             own = layer.attention
-            linear(x, own.qkv, self._qkv, eps=own.eps)
+            linear(x, own.qkv, self._qkv, eps=own.eps, squares=end if index else None)
             attend_slots(
                 self._qkv, self.rows, own.heads, self._rotary, tables.keys, tables.values, index,
                 self._partials, self._seen, own.scale,
             )  # fmt: skip
-            linear(self._seen, own.out, x, residual=x)
-            add_experts(x, self.rows, layer.experts, self._experts, self._counts[index])
-        linear(x, talker.head, self.logits, eps=talker.eps)
+            linear(self._seen, own.out, x, residual=x, squares_left=middle)
+            counts = self._counts[index]
+            add_experts(x, self.rows, layer.experts, self._experts, counts, squares=middle, squares_left=end)
+        linear(x, talker.head, self.logits, eps=talker.eps, squares=end)
         draw_first(self.logits, self._drawing, talker.first_code, x, self._pairs)
         self._residual(self._pairs, 1)
         for codebook in range(2, talker.codebooks):
@@ -135,16 +137,19 @@ class FusedFrame:
         talker, n = self._talker, len(x)
         first = 0 if codebook == 1 else codebook
         qkv, seen, inner = self._small_qkv[:n], self._small_seen[:n], self._inner[:n]
+        # Of what attention and MLP have written; nobody left those of the first layer's inputs.
+        middle, end = self._squares[0][:n], self._squares[1][:n]
         for index, layer in enumerate(talker.predictor_layers):
             own = layer.attention
-            linear(x, own.qkv, qkv, eps=own.eps)
+            linear(x, own.qkv, qkv, eps=own.eps, squares=end if index else None)
             attend_frame(
                 qkv, own.heads, talker.frame_rotary, self._keys[index], self._values[index], seen, own.scale, first
             )
-            linear(seen, own.out, x, residual=x)
-            linear(x, layer.up, inner, eps=layer.eps, gated=True)
-            linear(inner, layer.down, x, residual=x)
-        newest = x[1::2] if codebook == 1 else x
-        linear(newest, talker.heads[codebook - 1], self.residual_logits, eps=talker.predictor_eps)
+            linear(seen, own.out, x, residual=x, squares_left=middle)
+            linear(x, layer.up, inner, eps=layer.eps, gated=True, squares=middle)
+            linear(inner, layer.down, x, residual=x, squares_left=end)
+        newest, newest_squares = (x[1::2], end[1::2]) if codebook == 1 else (x, end)
+        head = talker.heads[codebook - 1]
+        linear(newest, head, self.residual_logits, eps=talker.predictor_eps, squares=newest_squares)
         embedding = talker.embeddings[codebook - 1]
         draw_next(self.residual_logits, self._drawing, codebook, talker.top_k, talker.top_p, embedding, self._x)
