@@ -78,13 +78,15 @@ class RowKeeper:
         if self._runner is None:  # still warming up
             return
         batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
-        for i, request in enumerate(batch.req_ids):
+        count = len(batch.req_ids)
+        # most passes compute no prompt at all, and all requests wait for this one
+        for i in np.flatnonzero(batch.num_computed_tokens_cpu[:count] < batch.num_prompt_tokens[:count]).tolist():
             done, first = int(batch.num_computed_tokens_cpu[i]), int(starts[i])
             end = min(done + int(starts[i + 1]) - first, int(batch.num_prompt_tokens[i]))
-            places = np.flatnonzero(np.isin(batch.token_ids_cpu[i, done : max(done, end)], self._media))
+            places = np.flatnonzero(np.isin(batch.token_ids_cpu[i, done:end], self._media))
             if len(places):
                 rows = self._buffer()[torch.from_numpy(first + places).to(self._buffer().device)]
-                self._kept.setdefault(request, []).append((done + places, rows))
+                self._kept.setdefault(batch.req_ids[i], []).append((done + places, rows))
                 while len(self._kept) > MOST_REQUESTS:
                     self._kept.popitem(last=False)
 

@@ -24,6 +24,7 @@ from omni_ray.engine.vllm_compat import HiddenRows
 from omni_ray.engine.vllm_model import VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.engine.vllm_start import StartedVLLM, start_vllm
+from omni_ray.engine.vllm_warm_up import RandomPrompts, WarmUpPrompt, warm_up_steps
 from omni_ray.errors import ConfigError, EngineDiedError, InvalidRequestError, OmniRayError, StageFailedError
 
 logger = logging.getLogger(__name__)
@@ -59,19 +60,43 @@ class VLLMEngine(Engine):
         self._longest = options.max_model_len
 
     async def start(self) -> None:
-        """Read the checkpoint's tokenizer, start vLLM's processes and load the weights.
+        """Read the checkpoint's tokenizer, start vLLM's processes, load the weights and warm up.
 
         Raises:
-            ConfigError: with vLLM's own message if it does not start.
+            ConfigError: with vLLM's own message if it does not start, or fails while it warms up.
         """
         checkpoint = await asyncio.to_thread(self._model.load)
         self._longest = checkpoint.longest(self._longest)
         self._vllm = await asyncio.to_thread(
             start_vllm, self._name, self._options, checkpoint, self.context.load_format
         )
-        if checkpoint.keeps_rows:
+        if self._options.warm_up:
+            try:
+                async with asyncio.timeout(self._options.start_timeout_s):
+                    await self._warm_up(self._vllm)
+            except Exception as error:  # whatever it is: what a warm-up fails with, requests would fail with
+                why = self._vllm.why_dead() if isinstance(error, EngineDeadError) else f"{error!r}"
+                await self.stop()
+                raise ConfigError([f"stage {self._name!r}: vLLM failed while it warmed up: {why}"]) from error
+        if checkpoint.keeps_rows:  # from here on: no rows of a warm-up
             self._rows = HiddenRows(self._vllm.llm)
             await self._rows.attach()
+
+    async def _warm_up(self, started: StartedVLLM) -> None:
+        lengths, crowd = started.warm_up_sizes(self._longest)
+        steps = warm_up_steps(lengths, crowd, self.context.stage.sampling)
+        prompts = RandomPrompts(self._model.detokenizer(), started.llm.model_config.get_vocab_size())
+        self.context.progress(f"{self._name}: warming vLLM up with {sum(map(len, steps))} prompts")
+        for number, step in enumerate(steps):
+            await asyncio.gather(*(self._warmed(prompts.ids(p.length), p, f"{number}-{i}") for i, p in enumerate(step)))
+        await started.llm.reset_prefix_cache()
+
+    async def _warmed(self, ids: Sequence[int], prompt: WarmUpPrompt, name: str) -> None:
+        rendered = await self._rendered(VLLMPrompt.of_text(ids), ())
+        request = Request(f"warm-up-{name}", seed=0, sampling=prompt.sampling)
+        async with aclosing(self._tokens(rendered, self._sampling(request, prompt.limit), request.request_id)) as news:
+            async for _ in news:
+                pass
 
     async def generate(
         self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None

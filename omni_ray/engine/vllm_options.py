@@ -32,6 +32,8 @@ class VLLMOptions(EngineOptions):
         mm_processor_cache_gb: memory for processed media, which are found again by their content.
         threads: OpenMP threads of a replica on a CPU; Ray exports OMP_NUM_THREADS=1 to replicas with few CPUs.
         start_timeout_s: a start that takes longer has failed.
+        warm_up: before the stage is ready, compute prompts of many lengths, so that all kernels are compiled that a
+            request could need (``vllm_warm_up``); on a CPU, one short prompt.
         engine_args: further arguments of vLLM's ``AsyncEngineArgs``; a replica refuses to start with an unknown one.
     """
 
@@ -49,6 +51,7 @@ class VLLMOptions(EngineOptions):
     mm_processor_cache_gb: float = Field(default=1, ge=0)
     threads: int = Field(default=2, ge=1)
     start_timeout_s: float = Field(default=1800, gt=0)
+    warm_up: bool = True
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

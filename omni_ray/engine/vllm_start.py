@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import vllm
 from vllm import AsyncEngineArgs, ModelRegistry
+from vllm.config import CUDAGraphMode
 from vllm.logger import DEFAULT_LOGGING_CONFIG
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -21,6 +22,7 @@ from omni_ray.engine.vllm_compat import RUNNER, RowTap
 from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
 from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.engine.vllm_warm_up import warm_up_lengths
 from omni_ray.errors import ConfigError
 
 TESTED: Final = ("0.26", "0.32")
@@ -29,6 +31,9 @@ TESTED: Final = ("0.26", "0.32")
 PLUGINS: Final = "vllm.general_plugins"
 PLUGIN: Final = "omni_ray"
 """Our entry point among ``PLUGINS``."""
+
+WARM_UP_CPU: Final = 16
+"""Tokens of the only prompt that warms up a CPU."""
 
 STOP_WAIT_S: Final = 2.0
 """vLLM's processes have no work left to finish when they are told to stop."""
@@ -46,6 +51,21 @@ class StartedVLLM:
     def why_dead(self) -> str:
         """What the processes said before they died."""
         return self._errors.first() or "its processes are gone, and said nothing"
+
+    def warm_up_sizes(self, longest: int) -> tuple[list[int], int]:
+        """Lengths of prompts, and requests at once, that need all kernels that are compiled when first needed.
+
+        Args:
+            longest: positions of a prompt and its answer.
+        """
+        if current_platform.is_cpu():  # compiles nothing when first needed
+            return [min(WARM_UP_CPU, longest - 1)], 0
+        config = self.llm.vllm_config
+        graphs = config.compilation_config
+        replayed = graphs.cudagraph_mode.mixed_mode() != CUDAGraphMode.NONE
+        most = min(config.scheduler_config.max_num_batched_tokens, longest - 1)
+        lengths = warm_up_lengths(most, graphs.max_cudagraph_capture_size if replayed else 0)
+        return lengths if self.llm.model_config.is_moe else lengths[-1:], config.scheduler_config.max_num_seqs
 
     def stop(self) -> None:
         """End the processes; blocking, about ``STOP_WAIT_S``."""

@@ -128,8 +128,14 @@ async def reference(tiny: Path) -> AsyncIterator[Engine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny: Path) -> AsyncIterator[Engine]:
+    """One that has warmed up as on a GPU: nothing that follows may notice."""
+    from omni_ray.engine.vllm_start import StartedVLLM
+
     engine = vllm_engine(tiny)
-    await engine.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StartedVLLM, "warm_up_sizes", lambda *_: ([1, 2, 17, 127, 128], 12))
+        await engine.start()
+    assert engine.stats().running == 0
     assert len(core_processes()) == 1, core_processes()
     yield engine
     await engine.stop()
@@ -464,6 +470,16 @@ async def test_any_text_model_is_a_thinker(tmp_path: Path):
             await engine.stop()
     assert outputs[0] == outputs[1]
     assert len(tokens(outputs[0][1])) > 5
+
+
+async def test_a_warm_up_that_fails_is_a_start_that_fails(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    from omni_ray.engine.vllm_start import StartedVLLM
+
+    running = core_processes()
+    monkeypatch.setattr(StartedVLLM, "warm_up_sizes", lambda *_: ([SIZES["max_model_len"] + 1], 0))
+    with pytest.raises(ConfigError, match=r"stage .thinker.: vLLM failed while it warmed up: .*1025"):
+        await vllm_engine(tiny).start()
+    assert core_processes() == running
 
 
 async def test_a_start_that_cannot_succeed_fails_soon_in_vllms_own_words(tiny: Path, tmp_path: Path):

@@ -23,6 +23,7 @@ from omni_ray.engine.vllm_compat import RowKeeper
 from omni_ray.engine.vllm_errors import ErrorLog, root_cause
 from omni_ray.engine.vllm_model import rows_at
 from omni_ray.engine.vllm_options import RESERVED, VLLMOptions
+from omni_ray.engine.vllm_warm_up import TUNED, RandomPrompts, warm_up_lengths, warm_up_steps
 from omni_ray.errors import ConfigError, StageFailedError
 from omni_ray.registry import engine_entry, load_pipeline
 from omni_ray.serve.resolve import AppArgs, resolve
@@ -191,6 +192,46 @@ def test_rows_of_media_are_kept_by_request_and_position():
 def test_a_row_that_was_not_computed_is_an_error_and_never_zeros():
     with pytest.raises(StageFailedError, match="no hidden rows of 2 of 3 media positions, the first of them 5"):
         rows_at(np.array([4, 9]), np.zeros(4, np.float32), np.array([4, 5, 6]))
+
+
+def expert_kernel(size: int, experts: int, of_token: int) -> tuple[int, bool, bool, bool]:
+    """Which variant of ``fused_moe_kernel`` a step of ``size`` tokens needs, as vLLM 0.26 launches it."""
+    tuned = min(TUNED, key=lambda key: abs(key - size))
+    block = 16 if size < 192 else 32 if size < 384 else 64 if size < 768 else 128
+    unsorted = size * of_token * 4 <= experts
+    padded = size * of_token + experts * (block - 1)
+    if size * of_token < experts:
+        padded = min(padded, size * of_token * block)
+    if unsorted or size < block:
+        padded = size * of_token * block if unsorted else min(padded, size * of_token * block)
+    return tuned, unsorted, size * of_token % 16 == 0, padded % 16 == 0
+
+
+@pytest.mark.parametrize("most", [4096, 2000])
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8, 16, 24, 32, 48, 64), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)])
+def test_a_warm_up_leaves_no_size_of_a_step_that_needs_another_kernel(most: int, graphs: tuple[int, ...]):
+    """Of Qwen3-Omni's experts; a step that fits a graph is filled up to its size, and graphs are captured before."""
+    captured = max(graphs, default=0)
+    lengths = warm_up_lengths(most, captured)
+    assert len(lengths) <= 40
+    assert all(captured < length <= most for length in lengths)
+    warm = {expert_kernel(size, 128, 8) for size in (*lengths, *graphs)}
+    cold = {size: expert_kernel(size, 128, 8) for size in range(captured + 1, most + 1)}
+    assert {size for size, kernel in cold.items() if kernel not in warm} == set()
+
+
+def test_a_warm_up_samples_as_requests_do_and_shows_no_marks_of_media():
+    said = SamplingParams(temperature=0.7, top_k=20, max_tokens=9)
+    steps = warm_up_steps([5, 9], 64, said)
+    assert [[(prompt.length, prompt.limit) for prompt in step] for step in steps[:2]] == [[(5, 1)], [(9, 1)]]
+    ways = [(step[0].sampling.temperature, step[0].sampling.top_p, len(step)) for step in steps[2:]]
+    assert ways == [(0.7, None, 16), (0, 1, 16), (1, 1, 16), (1, 0.9, 16)]
+    assert all(prompt.sampling.ignore_eos and prompt.sampling.top_k == 20 for step in steps for prompt in step)
+    assert warm_up_steps([5], 0, said) == [steps[0]]
+    prompts = RandomPrompts(spelled, 203)
+    ids = prompts.ids(5000)
+    assert set(ids) == {*range(128), 200, 201, 202}
+    assert prompts.ids(5000) != ids
 
 
 def test_another_kind_of_runner_is_refused():
