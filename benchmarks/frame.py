@@ -118,6 +118,8 @@ def main() -> None:
         captured = talker._captured
         assert captured is not None
         captured.graphs.wait()
+        if talker._prompts is not None:
+            talker._prompts.wait()  # the device may not be waited for while a graph is captured
         print(f"all graphs {captured.graphs.sizes}: {time.perf_counter() - began:.1f} s", flush=True)
         for cache in (talker._talker.keys, talker._talker.values):
             fill(cache)
