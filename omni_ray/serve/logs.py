@@ -4,14 +4,20 @@ Where several stages share a process, a line of one's tasks names that stage; li
 deployment's.
 
 Serve's own ``request_id`` is another one, and a client may choose it; ours replaces it in lines about a request.
+
+What a replica does not write is that it was asked whether it lives, and does: ingress replicas, Kubernetes and load
+balancers ask every other second.
 """
 
 import logging
+import re
 from contextvars import Context, ContextVar, copy_context
 
 from omni_ray.engine.types import Request, TextPart
 
 LOGGER = "ray.serve"
+_PROBE = "GET /(health|ready|metrics)"
+_ROUTINE = re.compile(rf"(CALL ping OK|{_PROBE} 200|request \S+ client_id=\S+ key=\S+ {_PROBE} status=200) ")
 _request_id: ContextVar[str | None] = ContextVar("omni_ray_request_id", default=None)
 _stage: ContextVar[str | None] = ContextVar("omni_ray_stage", default=None)
 
@@ -33,6 +39,11 @@ class _Fields(logging.Filter):
         return True
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line says something else than that an answer to a probe was what it always is."""
+    return record.levelno > logging.INFO or _ROUTINE.match(record.getMessage()) is None
+
+
 def log_as(pipeline: str, stage: str) -> None:
     """From now on all lines of this replica name its pipeline and stage, and ours go where Serve's go.
 
@@ -42,6 +53,7 @@ def log_as(pipeline: str, stage: str) -> None:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     for handler in logging.getLogger(LOGGER).handlers:
+        handler.addFilter(_is_news)
         handler.addFilter(fields)
         ours.addHandler(handler)
 
