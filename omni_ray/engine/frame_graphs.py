@@ -99,7 +99,6 @@ class FrameGraphs:
         self.sizes = [most] if only_largest else [*doubling, most]
         self._make = make
         self._graphs: dict[int, _Graph] = {}
-        self._stopped = threading.Event()
         for m in [m for m in self.sizes if m in (*COMMON, most)]:
             self._graphs[m] = _Graph(make(m), m)
         rare = [m for m in self.sizes if m not in self._graphs]
@@ -119,16 +118,10 @@ class FrameGraphs:
         """Until all graphs are captured."""
         self._thread.join()
 
-    def stop(self) -> None:
-        """Capture no further graphs."""
-        self._stopped.set()
-
     def _capture(self, sizes: Sequence[int]) -> None:
         try:
             with torch.inference_mode():
                 for m in sizes:
-                    if self._stopped.is_set():
-                        return
                     self._graphs[m] = _Graph(self._make(m), m)
         except Exception:
             # Larger graphs serve these rows too: slower, not wrong.
