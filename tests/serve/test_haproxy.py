@@ -157,11 +157,12 @@ async def test_a_replica_that_dies_and_a_reader_that_stalls(
         assert (answer.status_code, answer.text) == (200, f"40000 {ports[1 - died]}")
         await other
 
-        begun = asyncio.create_task(client.get("/begun"))
-        await line(processes[1 - died], "has /begun")
-        os.kill(processes[1 - died].pid, signal.SIGKILL)
-        with pytest.raises(httpx.RemoteProtocolError):
-            await begun
+        async with client.stream("GET", "/begun") as begun:
+            sound = begun.aiter_bytes()
+            assert await anext(sound) == b"abc"
+            os.kill(processes[1 - died].pid, signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(sound)
         began = time.monotonic()
         async with httpx.AsyncClient(base_url=url, timeout=30) as another:
             told = await another.post("/late", content=b"x")
