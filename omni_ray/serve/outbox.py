@@ -15,9 +15,11 @@ MAX_BATCH_BYTES = 1_000_000
 _QUIET = (Opened, RecordEvent)
 """Events that are not worth a message of their own."""
 _SOUND = (AudioChunk, CodeFrameChunk)
-PATIENCE = 1 / 8
+PATIENCE = 1 / 6
 """No event waits for others longer than this part of the time since the stream's beginning, or since its first sound:
 the first tokens and frames are what the first sound is made of."""
+LEAST_PATIENCE_S = 0.004
+"""But so long in any case: what is made faster than that needs no message of its own."""
 
 
 class Outbox:
@@ -87,7 +89,7 @@ class Outbox:
 
     def _patience(self) -> float:
         """Seconds between two lists, for now."""
-        return min(self._pause, max(0.0, time.monotonic() - self._began) * PATIENCE)
+        return min(self._pause, max(LEAST_PATIENCE_S, (time.monotonic() - self._began) * PATIENCE))
 
     def _take(self) -> list[list[Event]]:
         waiting, self._events = self._events, []
