@@ -256,6 +256,19 @@ async def test_media_and_their_hidden_rows_equal_the_torch_engine(engine: Engine
 
 
 @needs_processor
+async def test_a_process_loads_its_media_processor_once(engine: Engine):
+    """vLLM's own class loads one for every tokenizer object: most of what a start computes before its spawn."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    llm = engine._vllm.llm  # type: ignore[attr-defined]
+    serving = llm.renderer.get_mm_processor().info
+    other = MULTIMODAL_REGISTRY.create_processor(llm.model_config).info
+    assert other.ctx.tokenizer is not serving.ctx.tokenizer
+    assert other.get_hf_processor() is serving.get_hf_processor()
+    assert serving.get_hf_processor().tokenizer is serving.ctx.tokenizer
+
+
+@needs_processor
 async def test_rows_are_computed_again_and_for_everybody(engine: Engine):
     """C01: many at once, equal beginnings, in pieces; no prefix is reused, or rows would be missing."""
     from chats import chat

@@ -9,13 +9,40 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Qwen3OmniMoeProcessor
 from vllm.config import VllmConfig
-from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+from vllm.model_executor.models.qwen3_omni_moe_thinker import (
+    Qwen3OmniMoeThinkerDummyInputsBuilder,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerMultiModalProcessor,
+    Qwen3OmniMoeThinkerProcessingInfo,
+)
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.transformers_utils.processor import cached_processor_from_config
 
 from omni_ray.engine.vllm_compat import RowKeeper
 from omni_ray.models.qwen3_omni.positions import Grid, RopeLayout, rope_positions
 
 
+class OneProcessor(Qwen3OmniMoeThinkerProcessingInfo):  # type: ignore[misc]
+    """``Qwen3OmniMoeThinkerProcessingInfo``, but a process loads the checkpoint's processor once.
+
+    Upstream's gives vLLM's tokenizer to ``from_pretrained``. That reads its own all the same, copies the other's whole
+    vocabulary into several places, and is called again for every tokenizer object: seconds of each start.
+    """
+
+    def get_hf_processor(self, **kwargs: object) -> Qwen3OmniMoeProcessor:
+        """The process's only one, with the tokenizer of this context as upstream's."""
+        processor: Qwen3OmniMoeProcessor = cached_processor_from_config(
+            self.ctx.model_config, processor_cls=Qwen3OmniMoeProcessor, **kwargs
+        )
+        processor.tokenizer = self.ctx.get_tokenizer()
+        return processor
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3OmniMoeThinkerMultiModalProcessor, info=OneProcessor, dummy_inputs=Qwen3OmniMoeThinkerDummyInputsBuilder
+)
 class Qwen3OmniThinkerWithPositions(Qwen3OmniMoeThinkerForConditionalGeneration):  # type: ignore[misc]
     """``Qwen3OmniMoeThinkerForConditionalGeneration`` with transformers' positions of images.
 
