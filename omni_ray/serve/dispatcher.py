@@ -55,7 +55,7 @@ class Dispatcher:
         observe: ObserveConfig,
         model_name: str,
         handles: Mapping[str, DeploymentHandle],
-        host: str,
+        lifelines: LifelineHost,
         labels: Labels,
     ) -> None:
         self.pipeline = pipeline
@@ -65,7 +65,7 @@ class Dispatcher:
         self.max_audio_seconds = config.max_audio_seconds or pipeline.max_audio_seconds
         self.max_input_audio_seconds = config.max_input_audio_seconds or pipeline.max_input_audio_seconds
         self._streaming = streaming
-        self._lifelines = LifelineHost(host)
+        self._lifelines = lifelines
         self._clients = {
             name: StageClient(name, handle, labels, streaming, self._lifelines) for name, handle in handles.items()
         }

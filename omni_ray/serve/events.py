@@ -73,11 +73,16 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class LifelineAddress:
-    """A consumer's lifeline socket and the one-time token of one stream."""
+    """A consumer's lifeline socket and the one-time token of one stream.
+
+    Attributes:
+        raylet_port: where, on the same host, the Ray node of the consumer listens.
+    """
 
     host: str
     port: int
     token: str
+    raylet_port: int
 
 
 @dataclass(frozen=True, slots=True)

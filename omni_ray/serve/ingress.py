@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -13,6 +12,7 @@ from omni_ray.serve.api.keys import read_api_keys
 from omni_ray.serve.dispatcher import Dispatcher
 from omni_ray.serve.logs import log_as
 from omni_ray.serve.meters import Labels
+from omni_ray.serve.node import lifeline_host
 from omni_ray.serve.proxy_timeout import warn_of_total_timeout
 from omni_ray.serve.serve_options import check_actual_options
 from omni_ray.serve.specs import IngressSpec
@@ -28,12 +28,11 @@ class Ingress:
         check_actual_options("ingress", spec.derived)
         self._api_keys = read_api_keys(spec.config)
         self._replicas = spec.derived.num_replicas
-        host = ray.util.get_node_ip_address()
         context = serve.get_replica_context()
         labels = Labels(context.app_name, spec.pipeline.name, "ingress", context.replica_tag)
         log_as(spec.pipeline.name, "ingress")
         self._dispatcher = Dispatcher(
-            spec.pipeline, spec.config, spec.streaming, spec.observe, spec.model_name, stages, host, labels
+            spec.pipeline, spec.config, spec.streaming, spec.observe, spec.model_name, stages, lifeline_host(), labels
         )
         await warn_of_total_timeout(self._dispatcher.max_audio_seconds)
 

@@ -12,8 +12,8 @@ raylet, 10 of 60 read at once from another one; Ray 2.60). So the producer holds
 
 And it counts messages: Ray ends a stream by blocking the producer's event loop until the consumer's process has
 confirmed every item (WaitAllObjectsReported; Ray 2.60), so one frozen consumer would freeze all other streams of its
-producer. A stream therefore ends only when its consumer has taken all of it. From a host that vanished nothing comes,
-neither confirmation nor refusal: its streams are done with, but stay open until Ray's own connection has broken.
+producer. A stream therefore ends only when its consumer has taken all of it. One whose consumer is gone is done with,
+but stays open until Ray has given that up too: ``ProducerEnd.parting``.
 """
 
 import asyncio
@@ -27,14 +27,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from omni_ray.errors import OmniRayError
 from omni_ray.serve.events import LifelineAddress
 from omni_ray.serve.window import Window
 
 _CREDIT = struct.Struct("!QQ")  # bytes of latents read, messages taken
 _CONNECT_TIMEOUT_S = 5.0
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+EXIT_S = 0.5
+"""The sockets of a process that is killed close one after the other: over 14 ms were seen."""
 RAY_GIVES_UP_S = 600.0
 """Ray's connection to a host that vanished breaks after 120 s with something on its way, after 420 s without (gRPC)."""
+RAY_DROPS_PROCESS_S = 8.0
+"""Ray asks the node of a process 1, 3 and 7 s after their connection broke whether it lives."""
+RAY_DROPS_NODE_S = 130.0
+"""A node that answers nothing is called dead within 65 s, and Ray goes on to look after 15, 31, 63 and 123 s."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
@@ -94,8 +101,9 @@ class ConsumerEnd:
 class LifelineHost:
     """Listens in a consumer's process, once for all its streams; the socket opens with the first stream."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, raylet_port: int) -> None:
         self._host = host
+        self._raylet_port = raylet_port
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
         self._ends: dict[str, ConsumerEnd] = {}
@@ -107,7 +115,8 @@ class LifelineHost:
             if self._server is None:
                 self._server = await asyncio.start_server(self._accept, self._host, 0)
         token = secrets.token_hex(16)
-        end = ConsumerEnd(LifelineAddress(self._host, self._server.sockets[0].getsockname()[1], token))
+        port = self._server.sockets[0].getsockname()[1]
+        end = ConsumerEnd(LifelineAddress(self._host, port, token, self._raylet_port))
         self._ends[token] = end
         try:
             yield end
@@ -143,6 +152,7 @@ class ProducerEnd(Window):
         self._messages = 0
         self._taken = 0
         self._out_of_reach = False
+        self._broken: LifelineAddress | None = None
         self._held: deque[tuple[int, Any]] = deque()
         self._put = 0
 
@@ -176,10 +186,46 @@ class ProducerEnd(Window):
             self._moved.clear()
             await self._moved.wait()
 
-    async def parted(self) -> None:
-        """Wait, once all else of the stream is over, until Ray can end it without blocking this process."""
-        if self._out_of_reach and self._messages > self._taken:
+    @asynccontextmanager
+    async def parting(self) -> AsyncIterator[None]:
+        """The body is the stream; waits after it as ``parted`` does, and keeps the stream's error from a dead consumer.
+
+        An error is one more message, which nobody would confirm (blocks of 4 s and 15 s were seen).
+        """
+        dead = False
+        try:
+            try:
+                yield
+            finally:
+                dead = await self.parted()
+        except OmniRayError:
+            if not dead:
+                raise
+
+    async def parted(self) -> bool:
+        """Wait, once all else of the stream is over, until Ray can end it without blocking this process.
+
+        A consumer that lives and only left confirms what it got. For one that died its node answers Ray; if that is
+        gone too, Ray repeats its question, ever more rarely, until it calls the node dead. Even where all was taken,
+        the consumer's last word to Ray may have been lost.
+
+        Returns:
+            Whether the consumer's process is gone, or out of reach.
+        """
+        address = self._broken
+        if address is None:
+            return False
+        if await _listens(address.host, address.port):
+            await asyncio.sleep(EXIT_S)
+            if await _listens(address.host, address.port):
+                return False
+        if self._out_of_reach:
             await asyncio.sleep(RAY_GIVES_UP_S)
+        else:
+            await asyncio.sleep(RAY_DROPS_PROCESS_S)
+            if not await _listens(address.host, address.raylet_port):
+                await asyncio.sleep(RAY_DROPS_NODE_S)
+        return True
 
     async def follow(self, address: LifelineAddress) -> None:
         """Keep the connection until it breaks; then ``lost`` is done."""
@@ -187,7 +233,7 @@ class ProducerEnd(Window):
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
         except OSError as error:
-            self._lose(error)
+            self._lose(address, error)
             return
         try:
             raw: socket.socket = writer.get_extra_info("socket")
@@ -201,15 +247,26 @@ class ProducerEnd(Window):
                     self._held.popleft()
                 self._moved.set()
         except (OSError, asyncio.IncompleteReadError) as error:
-            self._lose(error)
+            self._lose(address, error)
         finally:
             writer.close()
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, address: LifelineAddress, error: Exception) -> None:
         """A process that dies, however it dies, leaves a kernel that closes its sockets: that is no timeout."""
+        self._broken = address
         self._out_of_reach = isinstance(error, TimeoutError) or (
             isinstance(error, OSError) and error.errno in _UNREACHABLE
         )
         if not self.lost.done():
             self.lost.set_result(None)
         self._moved.set()
+
+
+async def _listens(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -172,46 +172,45 @@ class RunningStage:
         self._ongoing[key] += 1
         self._totals["started"] += 1
         self._runs.add(run)
-        try:
-            async for batch in run.outbox.batches():
-                self._totals["messages"] += 1
+        async with end.parting() if end is not None else nullcontext():
+            try:
+                async for batch in run.outbox.batches():
+                    self._totals["messages"] += 1
+                    if end is not None:
+                        end.message()
+                    yield batch
                 if end is not None:
-                    end.message()
-                yield batch
-            if end is not None:
-                await end.drained()
-            outcome = "finished"
-        except SaturatedError as error:
-            outcome = "refused"
-            yield [Saturated(self._name, error.message, error.retry_after_s)]
-        except EngineDiedError as error:
-            if error.stage == self._name:
-                _leave(error)
-            await taken()
-            raise
-        except _ConsumerGone:
-            raise  # to a consumer that lives and only lost its lifeline this is an error, never an end
-        except OmniRayError:
-            outcome = "failed"
-            await taken()
-            raise
-        except Exception as error:
-            outcome = "failed"
-            await taken()
-            logger.exception("stage %s failed, request %s", self._name, envelope.request.request_id)
-            raise StageFailedError(f"stage {self._name} failed") from error
-        finally:
-            await self._end(run, end, tasks, outcome in ("finished", "refused"))
-            self._totals[outcome] += 1
-            self._runs.discard(run)
-            self._meters.ended(outcome, run.watch)
-            if trace is not None:
-                trace.end(run.watch, outcome)
-            self._ongoing[key] -= 1
-            if not self._ongoing[key]:
-                del self._ongoing[key]
-            if end is not None:
-                await end.parted()
+                    await end.drained()
+                outcome = "finished"
+            except SaturatedError as error:
+                outcome = "refused"
+                yield [Saturated(self._name, error.message, error.retry_after_s)]
+            except EngineDiedError as error:
+                if error.stage == self._name:
+                    _leave(error)
+                await taken()
+                raise
+            except _ConsumerGone:
+                raise  # to a consumer that lives and only lost its lifeline this is an error, never an end
+            except OmniRayError:
+                outcome = "failed"
+                await taken()
+                raise
+            except Exception as error:
+                outcome = "failed"
+                await taken()
+                logger.exception("stage %s failed, request %s", self._name, envelope.request.request_id)
+                raise StageFailedError(f"stage {self._name} failed") from error
+            finally:
+                await self._end(run, end, tasks, outcome in ("finished", "refused"))
+                self._totals[outcome] += 1
+                self._runs.discard(run)
+                self._meters.ended(outcome, run.watch)
+                if trace is not None:
+                    trace.end(run.watch, outcome)
+                self._ongoing[key] -= 1
+                if not self._ongoing[key]:
+                    del self._ongoing[key]
 
     async def _end(
         self, run: StageRun, end: ProducerEnd | None, tasks: list[asyncio.Task[None]], complete: bool

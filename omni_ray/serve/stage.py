@@ -5,16 +5,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Final
 
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from omni_ray.plugins import load_plugins
 from omni_ray.serve.events import Caller, Envelope, Event
-from omni_ray.serve.lifeline import LifelineHost
 from omni_ray.serve.local_client import LocalClient
 from omni_ray.serve.logs import log_as, log_request
 from omni_ray.serve.meters import Labels
+from omni_ray.serve.node import lifeline_host
 from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.running_stage import RunningStage, StageState
 from omni_ray.serve.serve_options import check_actual_options
@@ -43,7 +42,7 @@ class Stage:
         pipeline = spec.stages[-1].pipeline.name
         log_as(pipeline, spec.name)
         check_actual_options(spec.name, spec.derived)
-        self._lifelines = LifelineHost(ray.util.get_node_ip_address())
+        self._lifelines = lifeline_host()
         collector = RefCollector()
         for stage in spec.stages:
             labels = Labels(context.app_name, pipeline, stage.stage, context.replica_tag)

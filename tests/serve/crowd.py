@@ -5,7 +5,9 @@ import base64
 import io
 import itertools
 import json
+import math
 import random
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -166,16 +168,21 @@ class Hearing:
 
     Attributes:
         body: what has come. answer: the task that yields the whole of it as text, or raises what cut it.
+        silence_s: the longest time between two pieces of it.
     """
 
     def __init__(self, client: httpx.AsyncClient, path: str, request: dict[str, Any]) -> None:
         self.body = bytearray()
+        self.silence_s = 0.0
         self.answer = asyncio.create_task(self._listen(client, path, request))
 
     async def _listen(self, client: httpx.AsyncClient, path: str, request: dict[str, Any]) -> str:
         async with client.stream("POST", path, json=request) as response:
+            last = math.inf
             async for piece in response.aiter_raw():
                 self.body += piece
+                self.silence_s = max(self.silence_s, time.monotonic() - last)
+                last = time.monotonic()
             assert response.status_code == 200, self.body
         return self.body.decode()
 

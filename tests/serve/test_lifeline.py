@@ -17,7 +17,7 @@ import pytest
 
 from omni_ray.config.deploy import StreamingConfig
 from omni_ray.engine.types import LatentChunk
-from omni_ray.errors import StageSilentError
+from omni_ray.errors import ReplicaDiedError, StageSilentError
 from omni_ray.serve import lifeline
 from omni_ray.serve.events import Event, LifelineAddress, OutputEvent
 from omni_ray.serve.lifeline import ConsumerEnd, LifelineHost, ProducerEnd
@@ -25,13 +25,15 @@ from omni_ray.serve.meters import Labels
 from omni_ray.serve.stage_client import Client, Received
 
 HOST = "127.0.0.1"
+NO_RAYLET = 1
+"""A port where nobody listens."""
 ROOT = Path(__file__).resolve().parents[2]
 
 CONSUMER = """
 import asyncio
 from omni_ray.serve.lifeline import LifelineHost
 async def main():
-    async with LifelineHost("127.0.0.1").open() as end:
+    async with LifelineHost("127.0.0.1", 1).open() as end:
         print(end.address.port, end.address.token, flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
@@ -59,7 +61,7 @@ async def following(address: LifelineAddress, window_bytes: int = 1000) -> Async
 
 @pytest.fixture
 async def host():
-    made = LifelineHost(HOST)
+    made = LifelineHost(HOST, NO_RAYLET)
     yield made
     await made.stop()
 
@@ -97,7 +99,7 @@ async def test_killed_consumer_is_noticed_within_a_second(number: int):
     try:
         assert process.stdout is not None
         port, token = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
-        async with following(LifelineAddress(HOST, int(port), token)) as producer:
+        async with following(LifelineAddress(HOST, int(port), token, NO_RAYLET)) as producer:
             await asyncio.sleep(0.1)
             assert not producer.lost.done()
             os.kill(process.pid, number)
@@ -117,7 +119,7 @@ async def test_stopped_consumer_is_not_lost():
     try:
         assert process.stdout is not None
         port, token = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
-        async with following(LifelineAddress(HOST, int(port), token)) as producer:
+        async with following(LifelineAddress(HOST, int(port), token, NO_RAYLET)) as producer:
             await asyncio.sleep(0.05)
             os.kill(process.pid, signal.SIGSTOP)
             await asyncio.sleep(0.3)
@@ -134,7 +136,7 @@ class TestStrangers:
     async def test_wrong_token_is_cut_off(self, host: LifelineHost, token: str):
         async with host.open() as end:
             producer = ProducerEnd(1000)
-            wrong = LifelineAddress(HOST, end.address.port, token)
+            wrong = LifelineAddress(HOST, end.address.port, token, NO_RAYLET)
             task = asyncio.ensure_future(producer.follow(wrong))
             if len(token) < 32:  # it never completes a token: cut after the connect timeout, or when it leaves
                 await asyncio.sleep(0.05)
@@ -153,7 +155,7 @@ class TestStrangers:
                 await asyncio.wait_for(producer.lost, 5)
 
     async def test_nobody_listens(self, unused_tcp_port: int):
-        async with following(LifelineAddress(HOST, unused_tcp_port, "0" * 32)) as producer:
+        async with following(LifelineAddress(HOST, unused_tcp_port, "0" * 32, NO_RAYLET)) as producer:
             await asyncio.wait_for(producer.lost, 5)
 
     async def test_one_streams_end_leaves_the_others(self, host: LifelineHost):
@@ -334,7 +336,7 @@ class TestSilence:
 
 
 class TestParted:
-    """Ray would block the producer's whole process while it asks a host that vanished what it has taken."""
+    """Ray would block the producer's whole process while it asks a consumer that is gone what it has taken."""
 
     async def test_a_vanished_host(self, host: LifelineHost, monkeypatch: pytest.MonkeyPatch):
         """The kernel's word for unanswered keepalives is given by hand; in ``benchmarks/lost_host.py`` it comes."""
@@ -351,20 +353,43 @@ class TestParted:
         async with host.open() as end, following(end.address) as producer:
             await until(lambda: attached(end))
             producer.message()
+            await host.stop()
             readers[0].set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
             await asyncio.wait_for(producer.drained(), 1)
             began = time.monotonic()
-            await producer.parted()
+            assert await producer.parted()
             assert time.monotonic() - began > 0.15
 
-    async def test_a_process_that_died(self, host: LifelineHost):
-        """Its host refuses at once whatever Ray asks."""
+    async def test_a_consumer_that_lives(self, host: LifelineHost):
+        """It only left, confirms to Ray what comes, and is told."""
         async with host.open() as end, following(end.address) as producer:
             await until(lambda: attached(end))
             producer.message()
             end.close()
             await asyncio.wait_for(producer.drained(), 1)
-            await asyncio.wait_for(producer.parted(), 1)
+            with pytest.raises(ReplicaDiedError):
+                async with asyncio.timeout(2), producer.parting():
+                    raise ReplicaDiedError("the lifeline alone is gone")
+
+    @pytest.mark.parametrize(("node_lives", "least_s"), [(True, 0.3), (False, 0.7)])
+    async def test_a_process_that_died(self, monkeypatch: pytest.MonkeyPatch, node_lives: bool, least_s: float):
+        """Its node tells Ray so, if that has not died with it. No error is sent after it: nobody would confirm that."""
+        monkeypatch.setattr(lifeline, "EXIT_S", 0.1)
+        monkeypatch.setattr(lifeline, "RAY_DROPS_PROCESS_S", 0.2)
+        monkeypatch.setattr(lifeline, "RAY_DROPS_NODE_S", 0.4)
+        raylet = await asyncio.start_server(lambda _, writer: writer.close(), HOST, 0)
+        died = LifelineHost(HOST, raylet.sockets[0].getsockname()[1])
+        if not node_lives:
+            raylet.close()
+        async with raylet, died.open() as end, following(end.address) as producer:
+            await until(lambda: attached(end))
+            end.close()
+            await asyncio.wait_for(producer.lost, 1)
+            asyncio.get_running_loop().call_later(0.02, died._server.close)  # the last socket that closes
+            began = time.monotonic()
+            async with producer.parting():
+                raise ReplicaDiedError("gone")
+            assert least_s <= time.monotonic() - began < least_s + 0.35
 
 
 async def test_many_streams_share_one_socket(host: LifelineHost):
@@ -379,4 +404,4 @@ async def test_many_streams_share_one_socket(host: LifelineHost):
 
 
 async def test_stop_before_any_stream():
-    await LifelineHost(HOST).stop()
+    await LifelineHost(HOST, NO_RAYLET).stop()

@@ -66,7 +66,7 @@ def test_calls_that_end_strangely(cluster: str, monkeypatch: pytest.MonkeyPatch)
 
 async def ask(handle: DeploymentHandle, ping: bool = False) -> None:
     plan = make_plan(load_pipeline("ramp"), {"text"}, {"messages"})
-    lifelines, labels = LifelineHost("127.0.0.1"), Labels("gone", "ramp", "test", "-")
+    lifelines, labels = LifelineHost("127.0.0.1", 1), Labels("gone", "ramp", "test", "-")
     client = StageClient("thinker", handle, labels, StreamingConfig(), lifelines)
     if ping:
         await client.ping(60, was_ready=True)
