@@ -7,9 +7,11 @@ Weights are rotated so that none is found in the cache, as in a frame. Compiles 
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -80,13 +82,23 @@ def launches(task: tuple, copies: int) -> list[Launch]:
     return linear_launches(rows, shape, tiles, copies) if kind == "linear" else expert_launches(rows, tiles, copies)
 
 
-def compile_one(task: tuple) -> str:
+def compile_one(task: tuple) -> None:
+    launches(task, 1)[0]()
+
+
+def refusal(compile_task: Callable[[Any], None], task: Any) -> str:
     try:
-        launches(task, 1)[0]()
+        compile_task(task)
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, say: then it is no candidate
-        return f"{task}: {str(error)[:120]}"
+        return f"{task}: {str(error)[:200]}"
     return ""
+
+
+def refusals(compile_task: Callable[[Any], None], tasks: Sequence[Any], chunksize: int = 4) -> list[str]:
+    """Why each task does not compile, or an empty string; ``compile_task`` is called in several processes."""
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(partial(refusal, compile_task), tasks, chunksize=chunksize))
 
 
 def timed(run: list[Launch]) -> float:
@@ -115,8 +127,7 @@ def main() -> None:
     for rows in args.rows:
         tasks += [("linear", rows, shape, tiles) for shape in SHAPES for tiles in ways(rows)]
         tasks += [("experts", rows, "experts", tiles) for tiles in expert_ways(rows)]
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        refused = list(pool.map(compile_one, tasks, chunksize=4))
+    refused = refusals(compile_one, tasks)
     print(*filter(None, refused), sep="\n", flush=True)
     found: dict[tuple[int, str], list[tuple[float, object]]] = {}
     for task, problem in zip(tasks, refused, strict=True):

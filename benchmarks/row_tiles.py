@@ -7,12 +7,10 @@ Microseconds per product; weights are rotated. Compiles in several processes, ch
 
 import argparse
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import torch
-from kernel_tiles import COPIES, SHAPES, timed
+from kernel_tiles import COPIES, SHAPES, refusals, timed
 
 from omni_ray.engine.kernels.linear import Tiles, linear, tiles_of
 
@@ -51,13 +49,8 @@ def launches(task: Task, copies: int, check: bool = False) -> list[Callable[[], 
     ]
 
 
-def compile_one(task: Task) -> str:
-    try:
-        launches(task, 1, check=True)
-        torch.cuda.synchronize()
-    except Exception as error:  # too much shared memory, say: then it is no candidate
-        return f"{task}: {str(error)[:200]}"
-    return ""
+def compile_one(task: Task) -> None:
+    launches(task, 1, check=True)
 
 
 def measured(task: Task) -> float:
@@ -77,8 +70,7 @@ def main() -> None:
             tasks += [
                 (rows, shape, t, given) for t in now.union(cuts) for given in ([False, True] if normed else [False])
             ]
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        refused = list(pool.map(compile_one, tasks, chunksize=4))
+    refused = refusals(compile_one, tasks)
     problems = [problem for problem in refused if problem]
     print(*problems[:10], f"{len(problems)} refused of {len(tasks)}", sep="\n", flush=True)
     good = [task for task, problem in zip(tasks, refused, strict=True) if not problem]
