@@ -9,16 +9,21 @@ import torch
 _ONE_AT_A_TIME: Final = threading.Lock()
 
 
-def captured(compute: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what ``compute`` launches on ``stream``, after running it once, which compiles its kernels.
+def captured(
+    compute: Callable[[], None], stream: torch.cuda.Stream | None = None, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of what ``compute`` launches, after running it once, which compiles its kernels.
 
     Waits while another thread captures; graphs that exist are replayed meanwhile, on any stream.
 
     Args:
         compute: launches kernels and nothing else.
-        stream: to run and capture on.
+        stream: to run and capture on; None for one of its own, behind the work of the current one.
         pool: whose memory the graph shares, or None for memory of its own.
     """
+    if stream is None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         compute()
         stream.synchronize()

@@ -58,9 +58,7 @@ class _Graph:
 
     def __init__(self, program: FrameProgram, m: int) -> None:
         self.program, self.m = program, m
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        self._graph = captured(program.run, self._stream)  # rows of nobody leave no trace
+        self._graph = captured(program.run)  # rows of nobody leave no trace
         self._inputs = [torch.empty_like(program.rows, device="cpu").pin_memory() for _ in range(IN_FLIGHT)]
         self._outputs = [torch.empty_like(program.results, device="cpu").pin_memory() for _ in range(IN_FLIGHT)]
         self._nobody = nobody(m)

@@ -8,7 +8,7 @@ fits is computed kernel by kernel.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Final
@@ -123,7 +123,7 @@ class PromptGraphs:
         self._held: list[Beginning] = []
         for size in PACKS:
             pack = PromptPack(decoder, size)
-            self._packs[size] = pack, _graph(pack.run)
+            self._packs[size] = pack, captured(pack.run)
         self._thread = threading.Thread(target=self._capture_pieces, name="prompt-graphs", daemon=True)
         self._thread.start()
 
@@ -177,13 +177,7 @@ class PromptGraphs:
             with torch.inference_mode():
                 for size, reach in self._keys():
                     piece = PromptPiece(self._decoder, size, reach)
-                    self._pieces[size, reach] = piece, _graph(piece.run)
+                    self._pieces[size, reach] = piece, captured(piece.run)
         except Exception:
             # Such pieces are computed kernel by kernel: slower, not wrong.
             logger.exception("graphs of prompts beyond %d positions were not captured", CHUNK)
-
-
-def _graph(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    return captured(run, stream)

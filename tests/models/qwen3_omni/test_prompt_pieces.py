@@ -68,7 +68,7 @@ class _NoGraph:
 @torch.inference_mode()
 def test_prompts_are_packed_and_go_on(decoder: SlotDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginnings of three prompts, one of which ends further on, one that is given up, and one that fits no more."""
-    monkeypatch.setattr(prompt_graphs, "_graph", _NoGraph)
+    monkeypatch.setattr(prompt_graphs, "captured", _NoGraph)
     graphs = PromptGraphs(decoder)
     graphs.wait()
     lengths = {0: 130, 1: CHUNK + 40, 2: 77}
