@@ -38,14 +38,15 @@ from omni_ray.engine.frame_graphs import FrameGraphs
 from omni_ray.engine.kernels.rows import RESULT_EXTRA, ROW_WORDS
 from omni_ray.engine.options import CodecLMOptions
 from omni_ray.engine.slot_decoder import RopeRows
-from omni_ray.engine.torch_sampler import RowSampling
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, PromptChunk, Request, TextChunk, Usage
 from omni_ray.models.qwen3_omni.captured_code2wav import CapturedCode2Wav
 from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
 from omni_ray.models.qwen3_omni.code2wav import Qwen3OmniCode2Wav
+from omni_ray.models.qwen3_omni.eager_talker import EagerTalker
 from omni_ray.models.qwen3_omni.options import Code2WavOptions
 from omni_ray.models.qwen3_omni.pipeline import CODE2WAV, TALKER, resolve
 from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
+from omni_ray.models.qwen3_omni.talker_slots import SlotTables
 from omni_ray.registry import import_dotted
 from omni_ray.serve.api.app import make_app
 from omni_ray.serve.dispatcher import Dispatcher
@@ -128,6 +129,13 @@ class PausedFrames(CapturedTalker):
         self.graphs: FrameGraphs = graphs
 
 
+class NoEagerFrames(EagerTalker):
+    """Is told how rows draw, and never draws: all frames are pauses."""
+
+    def __init__(self) -> None:
+        self._to_sample_as = {}
+
+
 class PausedTalker(Qwen3OmniTalker):
     """The real talker, but for weights and prompts. ``graphs`` is set by whoever measures."""
 
@@ -136,13 +144,12 @@ class PausedTalker(Qwen3OmniTalker):
     def load(self) -> None:
         rows = self.context.options.max_num_seqs
         self._deterministic, self._slots = False, {}
-        self._sampling = RowSampling.empty(rows, torch.device("cpu"))
-        self._captured = PausedFrames(self.graphs, rows)
-        self._markers = type("Pads", (), {"tts_eos": 1, "tts_pad": 2})()
-        self._said = torch.zeros(rows, 1, dtype=torch.bool)
-        self._last = torch.zeros(rows, 1)
-        self._codec = type("Codec", (), {"weight": torch.zeros(3, 1)})()
-        self._markers.codec_bos = 0
+        self._captured, self._eager, self._prompts = PausedFrames(self.graphs, rows), NoEagerFrames(), None
+        self._markers = type("Pads", (), {"tts_eos": 1, "tts_pad": 2, "codec_bos": 0})()
+        none: Any = None
+        nothing = torch.zeros(1, dtype=torch.bool), torch.zeros(1, 1)
+        self._tables = SlotTables(none, none, torch.zeros(rows, 1), torch.zeros(rows, 1, dtype=torch.bool), *nothing)
+        self._codec = type("Codec", (), {"weight": torch.zeros(1, 1)})()
 
     def kv_bytes(self) -> int:
         return 0

@@ -47,8 +47,8 @@ def speak(
     slots, codes, logits, begun = list(range(ROWS)), [], [], []
     for frame in range(frames):
         if forced:
-            talker._last[:ROWS].copy_(forced[frame])
-        begun.append(talker._last[:ROWS].clone())
+            talker._tables.last[:ROWS].copy_(forced[frame])
+        begun.append(talker._tables.last[:ROWS].clone())
         if eager:
             step = talker.step_eagerly(slots, [frame] * ROWS)
             logits.append(step.evidence[:, :3072].clone())

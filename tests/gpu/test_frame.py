@@ -68,8 +68,8 @@ def test_logits_over_an_8_bit_cache_are_close_to_the_eager_step_s(published: Pat
             start(talker, slot, prompt(30 + 20 * slot), GREEDY)
         codes.append(step(slots, [0] * 8).frames)
         if last is None:
-            last = talker._last.clone()
-        talker._last.copy_(last)  # what follows another code is another frame
+            last = talker._tables.last.clone()
+        talker._tables.last.copy_(last)  # what follows another code is another frame
         evidence = step(slots, [1] * 8).evidence
         logits.append(talker._captured.graphs.program(8).logits.clone() if step == talker.step else evidence)
     ours, eager = logits[0], logits[1][:, : logits[0].shape[1]]

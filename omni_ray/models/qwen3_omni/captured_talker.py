@@ -13,10 +13,8 @@ from omni_ray.engine.frame_graphs import FrameGraphs
 from omni_ray.engine.kernels.rows import ROW_WORDS
 from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.types import Request
-from omni_ray.models.qwen3_omni.fused_frame import FusedFrame, FusedTalker, SlotTables
-
-RowInput = tuple[int, int, int, int, float]
-"""What a row of a frame takes in: slot, text token, frame number, place in the cache, rope position."""
+from omni_ray.models.qwen3_omni.fused_frame import FusedFrame, FusedTalker
+from omni_ray.models.qwen3_omni.talker_slots import RowInput, SlotTables
 
 
 class CapturedTalker:

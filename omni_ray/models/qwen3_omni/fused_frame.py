@@ -1,11 +1,10 @@
 """One frame of the talker as a fixed sequence of kernels over M rows: what a CUDA graph records.
 
-Computes what ``Qwen3OmniTalker.step_eagerly`` does, from the same weights and the same KV cache: the talker's step, the
+Computes what ``EagerTalker.step`` does, from the same weights and the same KV cache: the talker's step, the
 draw of codebook 0, then 15 passes of the code predictor (the first one takes two positions) with a draw after each.
 Nothing here depends on the rows' lengths, on what they drew, or on the host.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,28 +17,8 @@ from omni_ray.engine.kernels.linear import linear, parts_of
 from omni_ray.engine.kernels.rows import RESULT_EXTRA, nobody
 from omni_ray.engine.kernels.sampler import Drawing, FirstCode, draw_first, draw_next
 from omni_ray.engine.kernels.slot_attention import Partials, attend_slots, splits_of
-from omni_ray.engine.kv_table import KVTable
 from omni_ray.models.qwen3_omni.packed_weights import absorb, predictor_layer, talker_layer
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTables:
-    """What a frame reads and writes of slots.
-
-    Attributes:
-        keys, values: of all layers and slots.
-        last: [slots, H], the sum of the last frame's embeddings.
-        said: uint8 [slots, V], codes said so far.
-        suppressed: uint8 [V].
-        text: [tokens, H], projected text embeddings.
-    """
-
-    keys: KVTable
-    values: KVTable
-    last: Tensor
-    said: Tensor
-    suppressed: Tensor
-    text: Tensor
+from omni_ray.models.qwen3_omni.talker_slots import SlotTables
 
 
 class FusedTalker:
@@ -53,7 +32,8 @@ class FusedTalker:
         # The predictor takes the normed state too: this gain is needed as well as absorbed, so the head is a copy.
         gain, self.eps = model.norm.weight, model.norm.variance_epsilon
         self.head = upstream.codec_head.weight * gain
-        self.first_code = FirstCode(tables.said, tables.suppressed, stop, model.codec_embedding.weight, gain, self.eps)
+        said, suppressed = tables.said.view(torch.uint8), tables.suppressed.view(torch.uint8)
+        self.first_code = FirstCode(said, suppressed, stop, model.codec_embedding.weight, gain, self.eps)
         self.frequencies = model.rotary_emb.inv_freq.float()
         self.predictor_layers = [predictor_layer(layer) for layer in predictor.model.layers]
         self.predictor_eps = absorb(predictor.model.norm, [head.weight for head in predictor.lm_head])

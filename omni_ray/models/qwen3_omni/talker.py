@@ -16,16 +16,16 @@ from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
 from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.prompt_graphs import CHUNK, PromptGraphs
-from omni_ray.engine.sampler import CANDIDATES
 from omni_ray.engine.slot_decoder import RopeRows, SlotDecoder
-from omni_ray.engine.torch_sampler import RowSampling, draw, penalise
 from omni_ray.engine.types import Request
 from omni_ray.errors import ConfigError, InvalidRequestError
+from omni_ray.models.qwen3_omni.eager_talker import EagerTalker
 from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.stage_checkpoint import stage_checkpoint
 from omni_ray.models.qwen3_omni.talker_input import TalkerPrompt, TalkerText
-from omni_ray.models.qwen3_omni.talker_modules import FramePredictor, talker_module
+from omni_ray.models.qwen3_omni.talker_modules import PREDICTOR_TOP_K, PREDICTOR_TOP_P, talker_module
 from omni_ray.models.qwen3_omni.talker_prompt import Markers, media_tensor, probes, talker_ids
+from omni_ray.models.qwen3_omni.talker_slots import RowInput, SlotTables
 
 if TYPE_CHECKING:
     from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
@@ -41,10 +41,6 @@ DEFAULT_SPEAKER: Final = "ethan"
 
 SUPPRESSED: Final = 1024
 """The vocabulary's last ids are control ids: of them only the stop code may be drawn (hard-coded upstream)."""
-
-PREDICTOR_TOP_K: Final = 50
-PREDICTOR_TOP_P: Final = 0.8
-"""Hard-coded upstream, as is temperature 1; greedy exactly when codebook 0 is."""
 
 PROJECTED_AT_ONCE: Final = 4096
 
@@ -121,7 +117,6 @@ class Qwen3OmniTalker(CodecLM):
         # One position more than any request needs: rows that are not wanted in a step write there.
         length, fp8 = rounded_up(options.max_model_len + 1, POSITIONS), options.kv_cache_dtype == "fp8"
         self._talker = SlotDecoder(upstream.model, rows, length, fp8=fp8)
-        self._predictor = FramePredictor(upstream.code_predictor)
         self._codec: nn.Embedding = upstream.model.codec_embedding
         self._markers = Markers.of(config)
         self._speakers: dict[str, int] = {name.lower(): index for name, index in talker.speaker_id.items()}
@@ -130,23 +125,16 @@ class Qwen3OmniTalker(CodecLM):
         vocabulary = talker.text_config.vocab_size
         suppressed = torch.arange(vocabulary, device=self._device) >= vocabulary - SUPPRESSED
         suppressed[self._stop] = self.context.load_format == "dummy"  # such a talker would end anywhere: it speaks on
-        self._suppressed = suppressed
         self._slots: dict[int, Speech] = {}
-        self._sampling = RowSampling.empty(rows, self._device)
-        # written to the device when an eager step needs it: a captured frame has its own
-        self._to_sample_as: dict[int, Request] = {}
-        self._said = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._device)
-        self._last = torch.zeros(rows, upstream.config.text_config.hidden_size, device=self._device).to(self._text)
+        self._tables = SlotTables.empty(self._talker.keys, self._talker.values, suppressed, self._text)
+        self._eager = EagerTalker(upstream, self._talker, self._tables, self._stop, self._deterministic)
 
     def _capture(self, rows: int) -> "CapturedTalker":
         """Frames as CUDA graphs; Triton is needed for it, and a GPU."""
         from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
-        from omni_ray.models.qwen3_omni.fused_frame import SlotTables
 
-        said, suppressed = self._said.view(torch.uint8), self._suppressed.view(torch.uint8)
-        tables = SlotTables(self._talker.keys, self._talker.values, self._last, said, suppressed, self._text)
         return CapturedTalker(
-            self._upstream, tables, self._stop, PREDICTOR_TOP_K, PREDICTOR_TOP_P, rows, self._deterministic
+            self._upstream, self._tables, self._stop, PREDICTOR_TOP_K, PREDICTOR_TOP_P, rows, self._deterministic
         )
 
     def _projected(self, table: Tensor) -> Tensor:
@@ -184,8 +172,8 @@ class Qwen3OmniTalker(CodecLM):
     def begin(self, slot: int, prompt: RopeRows) -> int:
         """See ``SlotModel.begin``."""
         self._slots[slot] = Speech(len(prompt), prompt.delta)
-        self._said[slot] = False
-        self._last[slot] = self._codec.weight[self._markers.codec_bos]
+        self._tables.said[slot] = False
+        self._tables.last[slot] = self._codec.weight[self._markers.codec_bos]
         return 0
 
     def kv_bytes(self) -> int:
@@ -202,7 +190,7 @@ class Qwen3OmniTalker(CodecLM):
         """See ``CodecLM.sample_as``."""
         if self._captured is not None:
             self._captured.sample_as(slot, request)
-        self._to_sample_as[slot] = request
+        self._eager.sample_as(slot, request)
 
     def feed(self, slot: int, item: Any) -> int:
         """A unit is a token."""
@@ -242,76 +230,36 @@ class Qwen3OmniTalker(CodecLM):
             return super().launch(slots, steps)
         if self._prompts is not None:
             self._prompts.flush()
-        speeches = [self._slots[slot] for slot in slots]
-        return self._captured.launch(
-            [
-                (slot, self._text_of(speech, step), step, speech.length + step, speech.length + step + speech.delta)
-                for slot, speech, step in zip(slots, speeches, steps, strict=True)
-            ]
-        )
+        return self._captured.launch(self._inputs(slots, steps))
 
     def step(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
         """See ``CodecLM.step``: captured frames on a GPU, else ``step_eagerly``."""
         return self.step_eagerly(slots, steps) if self._captured is None else self.launch(slots, steps)()
 
     def step_eagerly(self, slots: Sequence[int], steps: Sequence[int]) -> FrameStep:
-        """The same in plain torch, kernel by kernel.
-
-        Rows between the first and the last slot that are not wanted are computed too and thrown away: gathering KV
-        would cost more. They write at the last position, which is nobody's.
-        """
+        """The same in plain torch."""
         if self._prompts is not None:
             self._prompts.flush()
-        for slot, request in self._to_sample_as.items():
-            self._sampling.set(slot, request)
-        self._to_sample_as.clear()
-        length = self._talker.length
-        rows = range(self._talker.slots) if self._deterministic else range(slots[0], slots[-1] + 1)
-        mine = slice(rows.start, rows.stop)
-        text, where = [self._markers.tts_pad] * len(rows), [length - 1] * len(rows)
-        frame, axes = [0] * len(rows), [0.0] * len(rows)
-        for slot, step in zip(slots, steps, strict=True):
-            row, speech = slot - rows.start, self._slots[slot]
-            text[row], frame[row] = self._text_of(speech, step), step
-            where[row], axes[row] = speech.length + step, speech.length + step + speech.delta
-        embeds = self._last[mine] + self._text[torch.tensor(text, device=self._device)]
-        positions = torch.tensor(where, device=self._device)[:, None]
-        rope = torch.tensor(axes, device=self._device).expand(3, -1)[..., None]
-        reach = length if self._deterministic else max(w for w in where if w < length - 1) + 1
-        hidden = self._talker.forward(embeds[:, None], rope, positions, rows, reach)[:, 0]
+        return self._eager.step(self._inputs(slots, steps))
 
-        how, numbers = self._sampling.take(mine), torch.tensor(frame, device=self._device)
-        raw = self._upstream.codec_head(hidden).float()
-        logits = penalise(raw, self._said[mine], how.penalty).masked_fill(self._suppressed, -torch.inf)
-        candidates = CANDIDATES if self._deterministic else int(how.top_k.max())
-        first = draw(logits, how, numbers, 0, candidates)
-        residual_how = how.following(PREDICTOR_TOP_K, PREDICTOR_TOP_P)
-
-        def choose(codebook: int, logits: Tensor) -> Tensor:
-            return draw(logits, residual_how, numbers, codebook, PREDICTOR_TOP_K)
-
-        residual, last, tail = self._predictor.complete(hidden, self._codec(first), choose)
-        taken = torch.tensor([slot - rows.start for slot in slots], device=self._device)
-        places = taken + rows.start
-        first, evidence = first[taken], torch.cat((raw, tail.float()), -1)[taken]
-        # Only now, when nothing can fail any more.
-        self._said[places, first] = True
-        self._last[places] = last[taken]
-        frames = torch.cat((first[:, None], residual[taken]), 1).cpu()
-        ended = (first == self._stop).tolist()
-        return FrameStep(frames, ended, torch.isfinite(evidence.sum(-1)).tolist(), evidence)
+    def _inputs(self, slots: Sequence[int], steps: Sequence[int]) -> list[RowInput]:
+        speeches = [self._slots[slot] for slot in slots]
+        return [
+            (slot, self._text_of(speech, step), step, speech.length + step, speech.length + step + speech.delta)
+            for slot, speech, step in zip(slots, speeches, steps, strict=True)
+        ]
 
     def follow(self, slot: int, frames: Tensor, start: int) -> None:
         """See ``CodecLM.follow``: a piece as in ``prefill``, each position the frame before it plus its text token."""
         speech, codes = self._slots[slot], frames.to(self._device)
-        sums = self._predictor.embedded(self._codec(codes[:, 0]), codes[:, 1:])
+        sums = self._eager.embedded(codes)
         steps = torch.arange(start, start + len(codes), device=self._device)
         text = self._text[torch.tensor([self._text_of(speech, step) for step in steps.tolist()], device=self._device)]
-        embeds = torch.cat((self._last[slot][None], sums[:-1])) + text
+        embeds = torch.cat((self._tables.last[slot][None], sums[:-1])) + text
         axes = (speech.length + steps + speech.delta).float().expand(3, -1)
         self._write(slot, embeds, axes, speech.length + start, fixed=False)
-        self._said[slot, codes[:, 0]] = True
-        self._last[slot] = sums[-1]
+        self._tables.said[slot, codes[:, 0]] = True
+        self._tables.last[slot] = sums[-1]
 
     def _text_of(self, speech: Speech, step: int) -> int:
         """The text token that a step takes in; the engine makes no step before it is there, or the text is over."""

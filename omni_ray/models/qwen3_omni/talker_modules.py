@@ -5,7 +5,7 @@ loop over the codes of a frame, which upstream leaves to a nested ``generate``, 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 from omni_ray.engine.slot_decoder import FrameDecoder
 from omni_ray.engine.transformers_build import build
 from omni_ray.models.qwen3_omni.weights import initialise_experts
+
+PREDICTOR_TOP_K: Final = 50
+PREDICTOR_TOP_P: Final = 0.8
+"""Hard-coded upstream, as is temperature 1; greedy exactly when codebook 0 is."""
 
 
 class FramePredictor:
