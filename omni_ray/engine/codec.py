@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
 from omni_ray.engine.batches import Batches, BatchLengthError
+from omni_ray.engine.chunk_growth import ChunkGrowth
 from omni_ray.engine.lead import Lead
 from omni_ray.engine.options import CodecOptions
 from omni_ray.engine.rechunk import Rechunker, Units, array_of
@@ -201,8 +202,8 @@ class WindowCodec(Codec):
 class CodecEngine(Engine):
     """Runs a ``Codec`` for many requests: one batch at a time, in one thread.
 
-    A request that goes on after its replica died is decoded again from its first frame or row, in the same chunks,
-    which rebuilds whatever the codec carries; what was heard is not given out again.
+    A request that goes on after its replica died is decoded again from its first frame or row, which rebuilds whatever
+    the codec carries; what was heard is not given out again. Its chunks follow the schedule until more is to be heard.
     """
 
     resumable = "replay"
@@ -229,8 +230,7 @@ class CodecEngine(Engine):
     async def generate(
         self, request: Request, inputs: Mapping[str, AsyncGenerator[Any, None]], resume: Resume | None = None
     ) -> AsyncGenerator[Output, None]:
-        """See ``Engine.generate``. Chunks follow the request's own schedule, whatever runs beside it."""
-        sizes = None if self._codec.streaming == "whole" else self._options.chunk_frames
+        """See ``Engine.generate``. Chunks follow the request's own schedule and lead."""
         reason: FinishReason = "stop"
         rate, position, units = self._codec.sample_rate, 0, 0
         limit = int(request.max_audio_seconds * rate)
@@ -240,10 +240,13 @@ class CodecEngine(Engine):
             return
         async with self._admission.place(request):
             state, lead = self._codec.open(request), Lead(request)
+            options = self._options
+            growth = ChunkGrowth(options.chunk_frames, options.chunk_growth, lead, options.step_ms / 1000)
+            rechunker = Rechunker(None if self._codec.streaming == "whole" else growth.size)
             try:
                 async with (
                     aclosing(only_input(inputs)) as source,
-                    aclosing(_chunks(source, Rechunker(sizes))) as chunks,
+                    aclosing(_chunks(source, rechunker)) as chunks,
                 ):
                     async for chunk, last in chunks:
                         samples = await self._batches.submit(DecodeItem(state, chunk, last), lead)
@@ -251,6 +254,7 @@ class CodecEngine(Engine):
                         kept = samples[: limit - position]
                         new = kept[max(0, heard - position) :]
                         position += len(kept)
+                        growth.decoded(units, position / rate)
                         if len(new):
                             yield AudioChunk(position - len(new), new, rate)
                             lead.emitted((position - heard) / rate)

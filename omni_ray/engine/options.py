@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from omni_ray.config.base import StrictModel
 
@@ -83,15 +83,25 @@ class CodecOptions(EngineOptions):
     Attributes:
         chunk_frames: sizes of successive chunks in frames; the last one repeats. A small first chunk starts the
             sound early, growth keeps the cost per second down.
+        chunk_growth: ``schedule`` takes the sizes as they are. ``lead`` takes the largest for which the listener has
+            enough sound in hand, so that no stream runs dry while a large chunk fills. Sizes then depend on how
+            fast frames come, and where a decoder's arithmetic depends on the size, so do the last bits.
         left_context: frames decoded again before each window, for window codecs; None takes the codec's minimum.
         step_ms: longest decoding step aimed at; chunks that do not fit wait for the next, the most urgent go first.
         threads: torch or BLAS threads of the decoder.
     """
 
-    chunk_frames: tuple[int, ...] = Field(default=(4, 8, 16, 25), min_length=1)
+    chunk_frames: tuple[PositiveInt, ...] = Field(default=(4, 8, 16, 25), min_length=1)
+    chunk_growth: Literal["schedule", "lead"] = "schedule"
     left_context: int | None = Field(default=None, ge=0)
     step_ms: float = Field(default=200, gt=0)
     threads: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _equal_bytes_need_equal_chunks(self) -> Self:
+        if self.deterministic and self.chunk_growth == "lead":
+            raise ValueError("chunk_growth: lead depends on the time, and deterministic promises equal bytes; drop one")
+        return self
 
 
 class FrameCodecOptions(CodecOptions):

@@ -1,6 +1,6 @@
 """Chunk schedules: cuts a stream of code frames or latent rows into the sizes that a codec is to decode at once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,13 +15,18 @@ Units: TypeAlias = LatentChunk | CodeFrameChunk
 
 
 class Rechunker:
-    """Cuts one request's units into chunks of the given sizes; the last size repeats, None means never.
-
-    A chunk never spans the end of a latent's segment, so the last chunk of a segment may be smaller.
+    """Cuts one request's units into chunks. None never spans the end of a latent's segment, so the last chunk of a
+    segment may be smaller.
     """
 
-    def __init__(self, sizes: Sequence[int] | None) -> None:
-        self._sizes = sizes
+    def __init__(self, size: Callable[[int, int], int] | None) -> None:
+        """Begin a request.
+
+        Args:
+            size: the size of the next chunk after so many chunks, with so much of it in hand; asked whenever units
+                come. If that is more already, the chunk ends with the next unit. None: chunks end with segments alone.
+        """
+        self._size = size
         self._made = 0
         self._held: list[NDArray[Any]] = []
         self._start = self._end = 0  # absolute positions of what is held
@@ -37,10 +42,11 @@ class Rechunker:
         array = array_of(unit)
         while len(array):
             room = len(array)
-            if self._sizes is not None:
-                room = self._sizes[min(self._made, len(self._sizes) - 1)] - (self._end - self._start)
+            if self._size is not None:
+                held = self._end - self._start
+                room = max(1, self._size(self._made, held) - held)
             self._hold(array[:room])
-            full = self._sizes is not None and len(array) >= room
+            full = self._size is not None and len(array) >= room
             array = array[room:]
             if full and (len(array) or not _ends_segment(unit)):
                 yield self._take(unit, ends=False)

@@ -193,6 +193,20 @@ async def test_c75_every_request_has_its_own_schedule_whatever_runs_beside_it() 
     await engine.stop()
 
 
+async def test_a_chunk_is_no_longer_than_the_lead_where_that_is_asked_for() -> None:
+    """A second per frame, all at once: each chunk must last no longer than what was given out before it."""
+
+    class Slow(Recorder):
+        sample_rate = 1
+
+    engine, codec = recorder(Slow, chunk_frames=(4, 8, 16), chunk_growth="lead")
+    await engine.start()
+    outputs = await collect(engine, pieces(frames(50), 50))
+    assert [count for _, count, _, _ in codec.seen["r"].calls] == [4, 4, 4, 8, 16, 14]
+    assert len(sound(outputs)) == 52
+    await engine.stop()
+
+
 async def test_the_tail_comes_once_also_when_the_stream_ends_on_a_border() -> None:
     engine, codec = recorder(chunk_frames=(4,))
     outputs = await collect(engine, pieces(frames(8)))

@@ -179,10 +179,9 @@ async def test_sound_arrives_as_it_is_made(serving: Serving) -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (3, 7)])
 async def test_deficit_and_lookahead_lose_no_sample(serving: Serving, size: tuple[int, int]) -> None:
-    """C19, C21: windows that come back 555 samples short cost 555 samples once, for every length of text."""
-    app = serving(
-        "ramp", {"stages": {"code2wav": {"engine": {"deficit": 555, "lookahead": 2, "chunk_frames": [4, 10]}}}}
-    )
+    """C19, C21: windows that come back 555 samples short cost 555 samples once, for every length and size of chunks."""
+    engine = {"deficit": 555, "lookahead": 2, "chunk_frames": [4, 10], "chunk_growth": "lead"}
+    app = serving("ramp", {"stages": {"code2wav": {"engine": engine}}})
     async with app.async_client() as client:
         texts = [" ".join(["w"] * n) for n in range(size[0], size[1] + 1)]
         answers = await asyncio.gather(*(ask_speech(client, t) for t in texts))

@@ -29,7 +29,7 @@ class Token2WavOptions(CodecOptions):
 
     @model_validator(mode="after")
     def _decodes_whole(self) -> Self:
-        for name in ("chunk_frames", "left_context"):
+        for name in ("chunk_frames", "chunk_growth", "left_context"):
             if name in self.model_fields_set:
                 raise ValueError(f"{name} has no meaning here: token2wav decodes an answer whole")
         return self

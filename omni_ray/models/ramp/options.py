@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from omni_ray.config.base import StrictModel
 from omni_ray.engine.options import CodecOptions, EngineOptions, PerRequestOptions
@@ -81,7 +81,7 @@ class Code2WavOptions(CodecOptions):
     """
 
     max_num_seqs: int = Field(default=64, ge=1)
-    chunk_frames: tuple[int, ...] = Field(default=(4, 25), min_length=1)
+    chunk_frames: tuple[PositiveInt, ...] = Field(default=(4, 25), min_length=1)
     frame_ms: float = Field(default=0, ge=0)
     deficit: int = Field(default=0, ge=0)
     lookahead: int = Field(default=0, ge=0)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from omni_ray.engine.options import CodecOptions, PerRequestOptions
 
@@ -34,4 +34,4 @@ class TalkerOptions(PerRequestOptions):
 class Code2WavOptions(CodecOptions):
     """Options of ``HibariCodec``. Its rows last 12.5 ms, so chunks grow from 0.2 s to 1 s."""
 
-    chunk_frames: tuple[int, ...] = Field(default=(16, 32, 64, 80), min_length=1)
+    chunk_frames: tuple[PositiveInt, ...] = Field(default=(16, 32, 64, 80), min_length=1)
