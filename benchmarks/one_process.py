@@ -7,24 +7,22 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from typing import Any
 
 import uvicorn
 
 from omni_ray.config.pipeline import OutputKind, RequestPart
-from omni_ray.engine.base import Engine, EngineContext
+from omni_ray.engine.base import Engine
 from omni_ray.engine.types import AudioClip, Request
-from omni_ray.registry import OmniModelRegistry, import_dotted
 from omni_ray.serve.api.app import make_app
-from omni_ray.serve.effort import Effort
-from omni_ray.serve.events import Envelope, Opened, OutputEvent
+from omni_ray.serve.events import Envelope, OutputEvent
 from omni_ray.serve.latents import store_clips
 from omni_ray.serve.meters import EdgeMeters, Labels
 from omni_ray.serve.planner import Plan, calls_of, make_plan
 from omni_ray.serve.readiness import Readiness
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
-from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import Received
-from omni_ray.serve.stage_parts import StageParts
+from omni_ray.serve.stage_parts import StageParts, start_engine
 from omni_ray.serve.stage_run import StageRun
 
 
@@ -85,43 +83,17 @@ class LocalDispatcher:
         return Readiness(True, {})
 
 
-async def start_engine(app: ResolvedApp, spec: StageSpec) -> Engine:
-    """The engine of one stage, as its replica would start it."""
-    stage = app.pipeline.stage(spec.stage)
-    model = spec.model
-    if model is None and (prepare := stage.prepare or app.pipeline.prepare) is not None:
-        model = str(await asyncio.to_thread(import_dotted(prepare), print))
-    model_cls = OmniModelRegistry.load(spec.model_arch)
-    engine: Engine = import_dotted(spec.engine_path)(
-        EngineContext(stage, model, model_cls, spec.engine_options, spec.load_format)
-    )
-    await engine.start()
-    return engine
-
-
 def chain(app: ResolvedApp, engines: Mapping[str, Engine]) -> LocalDispatcher:
     """The stages over started engines, by stage."""
     clients: dict[str, LocalClient] = {}
     for spec in app.stages:
-        stage = app.pipeline.stage(spec.stage)
-        versions = {c.name: e.schema_version for c in app.pipeline.stages for e in c.inputs if e.source == stage.name}
-        parts = StageParts(
-            stage=stage,
-            engine=engines[stage.name],
-            clients={name: clients[name] for name in calls_of(app.plans, stage.name)},
-            processors={edge.processor: import_dotted(edge.processor) for edge in stage.inputs},
-            streaming=spec.streaming,
-            async_chunk=spec.async_chunk,
-            sampling=spec.sampling,
-            opened=Opened(stage.name, "local", versions),
-            effort=Effort(),
-        )
-        clients[stage.name] = LocalClient(parts)
+        upstream: Any = {name: clients[name] for name in calls_of(app.plans, spec.stage)}
+        clients[spec.stage] = LocalClient(StageParts.of(spec, engines[spec.stage], upstream, "local"))
     return LocalDispatcher(app, clients)
 
 
 async def start(app: ResolvedApp) -> LocalDispatcher:
-    return chain(app, {spec.stage: await start_engine(app, spec) for spec in app.stages})
+    return chain(app, {spec.stage: await start_engine(spec, print) for spec in app.stages})
 
 
 async def main(port: int, config: str) -> None:

@@ -10,11 +10,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from omni_ray.engine.base import Engine, EngineContext, EngineStats
+from omni_ray.engine.base import Engine, EngineStats
 from omni_ray.errors import EngineDiedError, OmniRayError, ReplicaDiedError, SaturatedError, StageFailedError
-from omni_ray.registry import OmniModelRegistry, import_dotted
-from omni_ray.serve.effort import Effort
-from omni_ray.serve.events import Caller, Envelope, Event, Opened, Saturated
+from omni_ray.serve.events import Caller, Envelope, Event, Saturated
 from omni_ray.serve.lifeline import ProducerEnd
 from omni_ray.serve.logs import stage_context
 from omni_ray.serve.meters import GAUGES_EVERY_S, Labels, StageMeters
@@ -22,10 +20,9 @@ from omni_ray.serve.ref_collector import RefCollector
 from omni_ray.serve.slack import AT_EASE_S, Report, Tuning, load_of
 from omni_ray.serve.specs import StageSpec
 from omni_ray.serve.stage_client import Client
-from omni_ray.serve.stage_parts import StageParts
+from omni_ray.serve.stage_parts import StageParts, start_engine
 from omni_ray.serve.stage_run import StageRun
 from omni_ray.serve.tracing import Tracing
-from omni_ray.serve.version import code_version
 from omni_ray.serve.window import Window
 
 logger = logging.getLogger("ray.serve")
@@ -97,50 +94,12 @@ class RunningStage:
             tuning: by which it says how much it has to do.
             collector: of this process.
         """
-        stage = spec.pipeline.stage(spec.stage)
 
         def progress(line: str) -> None:
-            logger.info("%s: %s", stage.name, line)
+            logger.info("%s: %s", spec.stage, line)
 
         tracing = Tracing(labels) if spec.observe.tracing else None
-        model = spec.model
-        if model is None and (prepare := stage.prepare or spec.pipeline.prepare) is not None:
-            model = str(await asyncio.to_thread(import_dotted(prepare), progress))
-        engine_cls = import_dotted(spec.engine_path)
-        model_cls = OmniModelRegistry.load(spec.model_arch)
-        engine: Engine = engine_cls(
-            EngineContext(
-                stage=stage,
-                model=model,
-                model_cls=model_cls,
-                options=spec.engine_options,
-                load_format=spec.load_format,
-                progress=progress,
-            )
-        )
-        await asyncio.create_task(engine.start(), context=stage_context(stage.name))
-        parts = StageParts(
-            stage=stage,
-            engine=engine,
-            clients=clients,
-            processors={edge.processor: import_dotted(edge.processor) for edge in stage.inputs},
-            streaming=spec.streaming,
-            async_chunk=spec.async_chunk,
-            sampling=spec.sampling,
-            opened=Opened(
-                spec.stage,
-                labels.replica,
-                {
-                    consumer.name: edge.schema_version
-                    for consumer in spec.pipeline.stages
-                    for edge in consumer.stage_edges()
-                    if edge.source == spec.stage
-                },
-                version=code_version(spec, engine_cls, model_cls),
-                resumable=engine.resumable != "none",
-            ),
-            effort=Effort(),
-        )
+        parts = StageParts.of(spec, await start_engine(spec, progress), clients, labels.replica)
         return cls(parts, labels, tuning, tracing, collector)
 
     async def run(

@@ -52,9 +52,10 @@ from omni_ray.registry import (
 from omni_ray.selection import select_for_checkpoint
 from omni_ray.serve.planner import Plan, all_plans
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
+from omni_ray.serve.stage_parts import start_engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from one_process import LocalDispatcher, chain, start_engine
+from one_process import LocalDispatcher, chain
 
 CROWD: Final = 8
 SMALL: Final = {"threads": 1, "cpu_threads": 1, "max_model_len": 512, "base_frames": 8, "frames_per_unit": 1}
@@ -254,7 +255,7 @@ class Runner:
         prepare = spec.model or stage.prepare or app.pipeline.prepare
         key = f"{spec.engine_path} {spec.model_arch} {prepare} {spec.engine_options!r}"
         if key not in self._engines:
-            self._engines[key] = await start_engine(app, spec)
+            self._engines[key] = await start_engine(spec, print)
         return self._engines[key]
 
     async def stop(self) -> None:
