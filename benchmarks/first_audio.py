@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+from ports import free_port
 
 HERE = Path(__file__).parent
 QUESTION = "What is the capital of France?"
@@ -67,9 +67,7 @@ def main() -> None:
     parser.add_argument("--deploy-config", help="a deploy config to compare with the default one")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "omni_ray.cli", "serve", "voice_chat", "--port", str(port)]
     if args.deploy_config:
         command.append(f"deploy_config={args.deploy_config}")

@@ -12,7 +12,6 @@ import base64
 import json
 import os
 import platform
-import socket
 import statistics
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import httpx
 import ray
+from ports import free_port
 from ray import serve
 
 from omni_ray.models.ramp import oracle
@@ -113,9 +113,7 @@ def main() -> None:
     parser.add_argument("--flooders", type=int, default=30)
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="error")
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     lines, ratios = [], []

@@ -1,12 +1,11 @@
 """Turns HAProxy mode on in an environment that a Ray cluster of this machine is then started in."""
 
 import importlib
-import random
-import socket
 import tempfile
 from collections.abc import MutableMapping
-from contextlib import suppress
 from typing import Literal
+
+from ports import free_port
 
 from omni_ray.serve.haproxy import ENABLED, SETTINGS
 
@@ -25,20 +24,11 @@ def turn_on(environment: MutableMapping[str, str], whose: Whose) -> None:
     environment["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{home}/metrics.sock"
     environment["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = home
     environment["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{home}/server-state"
-    environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(_free_port())
-    environment["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(_free_port())
+    environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(free_port())
+    environment["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(free_port())
     if whose == "ours":
         environment.update(SETTINGS)
     # this process calls handles without an event loop of its own; Ray's processes go by the mode
     environment[SEPARATE_LOOP] = "1"
     importlib.import_module("ray.serve")
     del environment[SEPARATE_LOOP]
-
-
-def _free_port() -> int:
-    """Below the ports that the kernel gives to whoever asks for any, as Ray's many processes do."""
-    while True:
-        port = random.randrange(20_000, 29_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from ports import free_port
 
 from omni_ray.models.ramp import oracle
 
@@ -179,9 +179,7 @@ def serve_and_measure(name: str, mode: str, args: argparse.Namespace, **deploy: 
         },
         "ingress": {"grace_s": 2},
     }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     print(f"starting: {name}", file=sys.stderr, flush=True)
     rows = []
     with server(mode, port, json.dumps(config)) as root:

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import ray
+from ports import free_port
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
@@ -123,13 +123,6 @@ def ours() -> Iterator[tuple[psutil.Process, str]]:
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             yield process, (process.cmdline() or [""])[0]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import platform
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 from overhead import FRAME_S, SAMPLE_RATE, Row, measure, server
+from ports import free_port
 
 from omni_ray.engine.types import CodeFrameChunk, TextChunk
 from omni_ray.models.ramp import oracle
@@ -41,12 +41,6 @@ class Death:
     stage: str
     at_s: float
     worst_late_s: float
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def record_bytes(chunk_frames: int) -> float:

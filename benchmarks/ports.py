@@ -1,0 +1,18 @@
+"""Ports for what a benchmark starts."""
+
+import socket
+from contextlib import suppress
+from random import SystemRandom
+
+
+def free_port() -> int:
+    """One that nobody listens on now.
+
+    Below those that the kernel gives to whoever asks for any, as Ray's many processes do: else one of them may take it
+    first. Seeded ``random`` stays as it is.
+    """
+    while True:
+        port = SystemRandom().randrange(20_000, 29_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
