@@ -7,12 +7,14 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import yaml
 
 from omni_ray import __version__
+from omni_ray.config.deploy import DeployConfig, parse_deploy_config, read_deploy_config
 from omni_ray.serve.cluster import check_fits, needs, place
 from tests.bench.test_bench_ramp import CONFIG
 from tests.conftest import Serving
@@ -112,14 +114,27 @@ def test_every_gpu_thinker_is_vllm() -> None:
     assert all(re.fullmatch(r"[\w.\-]+==[\w.+]+", pin) for pin in pins[1:])
 
 
-def test_single_gpu_sizes_are_those_of_the_deploy_config() -> None:
-    """Two places say how Qwen3-Omni fits one GPU; they must not drift apart."""
-    config = yaml.safe_load((ROOT / "deploy_configs/qwen3_omni.h200.yaml").read_text())
-    (app,) = resolved_apps(dict(ray_services())["qwen3-omni"])
-    for name, stage in config["stages"].items():
-        assert app.config.stage(name).engine == stage["engine"]
-        actor = app.config.stage(name).deployment["ray_actor_options"]
-        assert {k: v for k, v in actor.items() if k != "label_selector"} == stage["deployment"]["ray_actor_options"]
+@pytest.mark.parametrize(
+    ("service", "file", "stages"),
+    [
+        ("qwen3-omni", "qwen3_omni.h200.yaml", ("thinker", "talker", "code2wav")),
+        ("qwen3-omni-stages", "qwen3_omni.2xh200.yaml", ("thinker",)),
+    ],
+)
+def test_the_same_hardware_is_configured_alike(service: str, file: str, stages: tuple[str, ...]) -> None:
+    """Two places say how these stages use these GPUs; they must not drift apart. Where replicas stand may differ."""
+    config = parse_deploy_config(*read_deploy_config(ROOT / "deploy_configs" / file))
+    (app,) = resolved_apps(dict(ray_services())[service])
+
+    def said(whole: DeployConfig) -> dict[str, Any]:
+        told = {name: whole.stage(name).model_dump() for name in stages}
+        for stage in told.values():
+            actor = stage.pop("deployment")["ray_actor_options"]
+            stage["actor"] = {key: value for key, value in actor.items() if key != "label_selector"}
+        elsewhere = {"stages", "ingress", "variant", "model"} | ({"colocate"} if len(stages) == 1 else set())
+        return {**told, **whole.model_dump(exclude=elsewhere)}
+
+    assert said(app.config) == said(config)
 
 
 def test_variants_change_what_they_are_for() -> None:
