@@ -61,4 +61,4 @@ weights: install ## converted once into the cache directory, then only verified
 	$(BIN)/omni-ray checkpoint voice_chat
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,23 +138,25 @@ def server(mode: str, port: int, config: str) -> Iterator[psutil.Process]:
     if mode == "one process":
         command = [sys.executable, str(HERE / "one_process.py"), str(port), config]
     environment = {**os.environ, **MODES[mode], "RAY_USAGE_STATS_ENABLED": "0"}
-    log = open(HERE / "server.log", "w")  # noqa: SIM115 kept open for the child
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.2)
-        else:
-            raise SystemExit(f"{mode} was not ready in time, see {log.name}")
-        yield psutil.Process(process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        log.close()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline:
+                try:
+                    if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                        break
+                except httpx.HTTPError:
+                    time.sleep(0.2)
+            else:
+                log.seek(0)
+                raise SystemExit(f"{mode} was not ready in time; it said:\n{log.read()[-4000:]}")
+            yield psutil.Process(process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
 def options(about: str | None) -> argparse.Namespace:
