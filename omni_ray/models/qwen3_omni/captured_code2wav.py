@@ -33,7 +33,10 @@ class SlotPast:
 
 
 class _Batch:
-    """Buffers for one shape, and the kernels over them: from ``given`` (pinned) to ``sound`` (pinned)."""
+    """Buffers for one shape, and the kernels over them: from ``given`` (pinned) to ``sound`` (pinned).
+
+    Made and run on the stream that is current, always the same one.
+    """
 
     def __init__(self, owner: "CapturedCode2Wav", rows: int, frames: int) -> None:
         self._owner = owner
@@ -46,8 +49,8 @@ class _Batch:
         self.sound = torch.empty(rows, frames * owner.samples_per_frame, device="cpu").pin_memory()
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        self._graph = captured(self._compute, stream, pool)
+    def capture(self, pool: Any) -> None:
+        self._graph = captured(self._compute, torch.cuda.current_stream(), pool)
 
     def run(self) -> None:
         """From ``given`` to ``sound``; blocking."""
@@ -113,10 +116,10 @@ class CapturedCode2Wav(StreamingCode2Wav):
 
     def capture(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Capture graphs for (rows, frames), on the thread that steps; the largest first: all share its memory."""
-        with torch.inference_mode(), self.rounding():
+        with torch.inference_mode(), self.rounding(), torch.cuda.stream(self._stream):
             for rows, frames in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
                 batch = _Batch(self, rows, frames)
-                batch.capture(self._stream, self._pool)
+                batch.capture(self._pool)
                 self._batches[rows, frames] = batch
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -136,7 +139,8 @@ class CapturedCode2Wav(StreamingCode2Wav):
         rows = next(size for size in self.row_sizes if size >= len(codes))
         free = iter(reversed(self._free))
         before = [past or SlotPast(next(free), 0) for past in pasts]
-        batch = self._batches.get((rows, frames)) or _Batch(self, rows, frames)
+        with torch.cuda.stream(self._stream):
+            batch = self._batches.get((rows, frames)) or _Batch(self, rows, frames)
         given = batch.given.numpy()
         given[:, :3] = self.nobody, 0, frames
         given[: len(codes), :3] = [(past.slot, past.frames, len(c)) for past, c in zip(before, codes, strict=True)]
