@@ -129,6 +129,8 @@ class SlotDecoder:
     def pack(self, embeds: Tensor, axes: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Compute positions of several slots, each slot's from its first on, for their KV alone, in one call.
 
+        What is no number in one slot's positions, or in padding's, reaches no other slot.
+
         Args:
             embeds: [t, hidden].
             axes: float32 rope positions [3, t].
@@ -140,7 +142,8 @@ class SlotDecoder:
         def remember(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             for table, new in ((self.keys, k), (self.values, v)):
                 table.write(layer, slots[:, None], positions[:, None], new[0].transpose(0, 1)[:, :, None])
-            return k, v  # nobody looks at what was there before
+            # nobody looks at what was there before; keys are normed, so none that is left is too large to be masked
+            return k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
 
         self._run(embeds[None], axes[:, None], visible[None], remember)
 

@@ -8,7 +8,7 @@ import torch
 
 from omni_ray.engine import prompt_graphs
 from omni_ray.engine.base import EngineContext
-from omni_ray.engine.prompt_graphs import CHUNK, PromptGraphs, PromptPack, PromptPiece
+from omni_ray.engine.prompt_graphs import CHUNK, Beginning, PromptGraphs, PromptPack, PromptPiece
 from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.models.qwen3_omni.options import TalkerOptions
 from omni_ray.models.qwen3_omni.pipeline import TALKER
@@ -56,6 +56,24 @@ def test_a_piece_that_was_never_filled_writes_only_where_nobody_looks(decoder: S
     PromptPiece(decoder, 32, 64).run()
     PromptPack(decoder, 32).run()
     assert torch.equal(decoder.keys.numbers[..., :-1, :].nan_to_num(7), before[..., :-1, :].nan_to_num(7))
+
+
+@torch.inference_mode()
+def test_numbers_that_are_none_stay_in_the_slot_of_their_prompt(decoder: SlotDecoder) -> None:
+    """Also when the pack is filled again, with less: they are in its padding then."""
+    axes, pack = torch.arange(20).float().expand(3, -1), PromptPack(decoder, 64)
+    good, bad = (torch.randn(20, decoder.hidden, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    bad[3, 5], bad[9, 0] = torch.nan, torch.inf
+    decoder.write(3, good, axes, 0, fixed=False)
+    tables = (decoder.keys.numbers, decoder.values.numbers)
+    for prompts in ((Beginning(1, bad, axes), Beginning(0, good, axes)), (Beginning(2, good[:9], axes[:, :9]),)):
+        pack.fill(prompts)
+        pack.run()
+    for table in tables:
+        torch.testing.assert_close(table[:, 0, :, :20], table[:, 3, :, :20], rtol=0, atol=1e-5)
+        torch.testing.assert_close(table[:, 2, :, :9], table[:, 3, :, :9], rtol=0, atol=1e-5)
+        assert table[:, 1, :, 3].isnan().all()
+        assert table[:, 1, :, 9].isnan().all()
 
 
 class _NoGraph:
