@@ -117,9 +117,7 @@ def main() -> None:
         print(f"start-up (weights, kernels, common graphs): {time.perf_counter() - began:.1f} s", flush=True)
         captured = talker._captured
         assert captured is not None
-        captured.graphs.wait()
-        if talker._prompts is not None:
-            talker._prompts.wait()  # the device may not be waited for while a graph is captured
+        talker.captures.wait()  # the device may not be waited for while a graph is captured
         print(f"all graphs {captured.graphs.sizes}: {time.perf_counter() - began:.1f} s", flush=True)
         for cache in (talker._talker.keys, talker._talker.values):
             fill(cache)

@@ -67,9 +67,7 @@ def main() -> None:
     with torch.inference_mode():
         talker = load_talker(ROWS, LENGTH + 256)
         captured: Any = talker._captured
-        captured.graphs.wait()
-        if talker._prompts is not None:
-            talker._prompts.wait()
+        talker.captures.wait()
         print(f"talker ready: {time.perf_counter() - began:.1f} s", flush=True)
         for slot in range(ROWS):
             captured.sample_as(slot, Request(str(slot), seed=slot, sampling=SAMPLING))

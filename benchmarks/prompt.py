@@ -49,7 +49,7 @@ def main() -> None:
         talker = load(64, 4096)
         graphs = talker._prompts
         assert graphs is not None
-        graphs.wait()
+        talker.captures.wait()
         print("| prompts | positions | behind | graph: host, GPU | kernel by kernel: host, GPU |")
         print("|---|---|---|---|---|")
         for prompts, size, start in ((1, 60, 0), (1, 140, 0), (3, 140, 0), (1, 512, 0), (1, 128, 512), (1, 512, 2048)):

@@ -122,6 +122,7 @@ class DecodeLoop:
             except BaseException as error:  # whatever it is: `start` waits for it and raises it
                 self._close(f"stage {self._name} did not load")
                 loaded(error)
+                self._steps.model.stop()
                 return
             loaded(None)
             try:
@@ -138,6 +139,7 @@ class DecodeLoop:
                 self._close(f"stage {self._name}: the decode loop died")
             self._fail_all()
             self._send()
+            self._steps.model.stop()
 
     def _send(self) -> None:
         """Post what was made since the last time: waking the event loop costs more than a row's news are worth."""

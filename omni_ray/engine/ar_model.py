@@ -83,6 +83,9 @@ class SlotModel(ABC):
     def release(self, slot: int) -> None:
         """The request in ``slot`` is over; called for every ``begin``, also after an error."""
 
+    def stop(self) -> None:  # noqa: B027 most models hold no thread
+        """No call comes any more, loaded or not: end what runs in the background; blocking."""
+
     def kv_bytes(self) -> int:
         """Bytes of the KV cache; like ``encoder_bytes``, asked from another thread at any time after ``load``."""
         return 0

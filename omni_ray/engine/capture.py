@@ -1,10 +1,14 @@
 """CUDA graphs, captured one at a time: PyTorch allows one capture in a process, and several stages may share one."""
 
+import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _ONE_AT_A_TIME: Final = threading.Lock()
 
@@ -32,3 +36,37 @@ def captured(
         with _ONE_AT_A_TIME, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             compute()
     return graph
+
+
+class Captures:
+    """Captures graphs that nobody waits for, one after another on a thread of its own, while the engine works already.
+
+    The thread is no daemon: one that is inside PyTorch while the interpreter goes away aborts the whole process.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="captures")
+
+    def add(self, what: str, capture: Callable[[], None]) -> None:
+        """Capture it behind those before it; one that fails is logged as ``what``, and whoever wants it does without.
+
+        Raises:
+            RuntimeError: after ``stop``.
+        """
+        self._thread.submit(_capture, what, capture)
+
+    def wait(self) -> None:
+        """Until all that was added is captured."""
+        self._thread.submit(lambda: None).result()
+
+    def stop(self) -> None:
+        """End with the graph that is being captured; blocking."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _capture(what: str, capture: Callable[[], None]) -> None:
+    try:
+        with torch.inference_mode():
+            capture()
+    except Exception:
+        logger.exception("not captured: %s", what)

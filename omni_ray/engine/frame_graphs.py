@@ -6,10 +6,9 @@ rows say and what becomes of them crosses in one small pinned copy each way, so 
 launched what comes next.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -17,10 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omni_ray.engine.capture import captured
+from omni_ray.engine.capture import Captures, captured
 from omni_ray.engine.kernels.rows import nobody
-
-logger = logging.getLogger(__name__)
 
 IN_FLIGHT: Final = 3
 """Pinned buffers per graph: one frame is computed, one is read, one is written."""
@@ -85,12 +82,15 @@ class FrameGraphs:
         sizes: numbers of rows for which there are, or will be, graphs.
     """
 
-    def __init__(self, make: Callable[[int], FrameProgram], most: int, only_largest: bool = False) -> None:
-        """Capture the common graphs, and begin to capture the others on a thread of their own.
+    def __init__(
+        self, make: Callable[[int], FrameProgram], most: int, captures: Captures, only_largest: bool = False
+    ) -> None:
+        """Capture the common graphs, and leave the others to ``captures``.
 
         Args:
             make: a program for M rows; called on either thread.
             most: the largest M.
+            captures: for graphs that can wait: larger ones serve their rows too, slower, not wrong.
             only_largest: have no other graph, so that a frame always has one shape.
         """
         doubling = [1 << power for power in range(most.bit_length()) if 1 << power < most]
@@ -98,10 +98,9 @@ class FrameGraphs:
         self._make = make
         self._graphs: dict[int, _Graph] = {}
         for m in [m for m in self.sizes if m in (*COMMON, most)]:
-            self._graphs[m] = _Graph(make(m), m)
-        rare = [m for m in self.sizes if m not in self._graphs]
-        self._thread = threading.Thread(target=self._capture, args=(rare,), name="frame-graphs", daemon=True)
-        self._thread.start()
+            self._capture(m)
+        for m in [m for m in self.sizes if m not in self._graphs]:
+            captures.add(f"frames of {m} rows", partial(self._capture, m))
 
     def launch(self, table: NDArray[np.int32]) -> Flight:
         """Start a frame of the rows in ``table`` [n, words]; rows of one frame have different slots."""
@@ -112,15 +111,5 @@ class FrameGraphs:
         """The captured program for ``m`` rows."""
         return self._graphs[m].program
 
-    def wait(self) -> None:
-        """Until all graphs are captured."""
-        self._thread.join()
-
-    def _capture(self, sizes: Sequence[int]) -> None:
-        try:
-            with torch.inference_mode():
-                for m in sizes:
-                    self._graphs[m] = _Graph(self._make(m), m)
-        except Exception:
-            # Larger graphs serve these rows too: slower, not wrong.
-            logger.exception("frame graphs beyond %s were not captured", sorted(self._graphs))
+    def _capture(self, m: int) -> None:
+        self._graphs[m] = _Graph(self._make(m), m)

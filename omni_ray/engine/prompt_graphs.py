@@ -6,20 +6,17 @@ the next step needs it, and then computed together: a pack of several prompts ta
 fits is computed kernel by kernel.
 """
 
-import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from omni_ray.engine.capture import captured
+from omni_ray.engine.capture import Captures, captured
 from omni_ray.engine.slot_decoder import SlotDecoder
-
-logger = logging.getLogger(__name__)
 
 CHUNK: Final = 512
 """Most positions of a graph, and so of a piece."""
@@ -115,8 +112,8 @@ class Beginning:
 class PromptGraphs:
     """Writes prompts by graphs. All calls from one thread, whose stream orders them and everything else."""
 
-    def __init__(self, decoder: SlotDecoder) -> None:
-        """Capture the packs, and begin to capture the others on a thread of their own."""
+    def __init__(self, decoder: SlotDecoder, captures: Captures) -> None:
+        """Capture the packs, and leave the pieces to ``captures``: until then they are computed kernel by kernel."""
         self._decoder = decoder
         self._packs: dict[int, tuple[PromptPack, torch.cuda.CUDAGraph]] = {}
         self._pieces: dict[tuple[int, int], tuple[PromptPiece, torch.cuda.CUDAGraph]] = {}
@@ -124,8 +121,8 @@ class PromptGraphs:
         for size in PACKS:
             pack = PromptPack(decoder, size)
             self._packs[size] = pack, captured(pack.run)
-        self._thread = threading.Thread(target=self._capture_pieces, name="prompt-graphs", daemon=True)
-        self._thread.start()
+        for size, reach in self._keys():
+            captures.add(f"pieces of prompts, {size} positions up to {reach}", partial(self._capture, size, reach))
 
     def write(self, slot: int, embeds: Tensor, axes: Tensor, start: int) -> bool:
         """Compute a piece, as ``SlotDecoder.write``, at the latest when ``flush`` is called.
@@ -164,20 +161,10 @@ class PromptGraphs:
         """Forget what is held back of a slot that was given up."""
         self._held = [prompt for prompt in self._held if prompt.slot != slot]
 
-    def wait(self) -> None:
-        """Until all graphs are captured."""
-        self._thread.join()
-
     def _keys(self) -> list[tuple[int, int]]:
         """(size, reach) of pieces, the cheapest first."""
         return list(product(PIECES, sorted({min(NEAR, self._decoder.length), self._decoder.length})))
 
-    def _capture_pieces(self) -> None:
-        try:
-            with torch.inference_mode():
-                for size, reach in self._keys():
-                    piece = PromptPiece(self._decoder, size, reach)
-                    self._pieces[size, reach] = piece, captured(piece.run)
-        except Exception:
-            # Such pieces are computed kernel by kernel: slower, not wrong.
-            logger.exception("graphs of prompts beyond %d positions were not captured", CHUNK)
+    def _capture(self, size: int, reach: int) -> None:
+        piece = PromptPiece(self._decoder, size, reach)
+        self._pieces[size, reach] = piece, captured(piece.run)

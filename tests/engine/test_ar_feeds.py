@@ -59,6 +59,7 @@ class Toy(CodecLM):
     latest: ClassVar["Toy"]
     frame_rate = 10.0
     unequal = False
+    stopped = 0
 
     def load(self) -> None:
         Toy.latest = self
@@ -83,6 +84,10 @@ class Toy(CodecLM):
 
     def release(self, slot: int) -> None:
         self.prompts.pop(slot, None)
+
+    def stop(self) -> None:
+        assert not self.prompts
+        self.stopped += 1
 
     def probes(self) -> Sequence[Probe]:
         return [Probe(Ask(size=size), ([1, 2, 3, 4],)) for size in (3, 150, 7)]
@@ -432,6 +437,7 @@ async def test_stop_fails_a_waiting_row(start: Any) -> None:
     waiting = asyncio.create_task(collect(run(engine, pipe.read())))
     await settled(lambda: engine.stats().running == 1)
     await engine.stop()
+    assert Toy.latest.stopped == 1
     with pytest.raises(StageFailedError, match="stopped"):
         await waiting
 

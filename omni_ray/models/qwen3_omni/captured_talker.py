@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from omni_ray.engine.ar_model import FrameStep
+from omni_ray.engine.capture import Captures
 from omni_ray.engine.frame_graphs import FrameGraphs
 from omni_ray.engine.kernels.rows import ROW_WORDS
 from omni_ray.engine.sampler import CANDIDATES
@@ -21,7 +22,15 @@ class CapturedTalker:
     """Launches frames. All calls come from the engine's thread, whose CUDA stream orders them after prompts."""
 
     def __init__(
-        self, upstream: Any, tables: SlotTables, stop: int, top_k: int, top_p: float, rows: int, fixed: bool
+        self,
+        upstream: Any,
+        tables: SlotTables,
+        stop: int,
+        top_k: int,
+        top_p: float,
+        rows: int,
+        fixed: bool,
+        captures: Captures,
     ) -> None:
         """Pack the weights and capture.
 
@@ -33,12 +42,13 @@ class CapturedTalker:
             top_p: likewise.
             rows: the most in one frame.
             fixed: always compute ``rows`` rows, and keep what the codes were drawn from.
+            captures: for graphs that can wait.
         """
         self._fused = FusedTalker(upstream, tables, stop, top_k, top_p)
         self._codes = self._fused.codebooks
         self._fixed, self._rows = fixed, rows
         self._sampling = np.zeros((len(tables.last), ROW_WORDS), np.int32)
-        self.graphs = FrameGraphs(lambda m: FusedFrame(self._fused, m), rows, only_largest=fixed)
+        self.graphs = FrameGraphs(lambda m: FusedFrame(self._fused, m), rows, captures, only_largest=fixed)
 
     def sample_as(self, slot: int, request: Request) -> None:
         """How the slot draws; defaults as ``RowSampling.set``."""

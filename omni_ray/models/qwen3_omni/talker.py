@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK, CodecLM, FrameStep, Probe
+from omni_ray.engine.base import EngineContext
+from omni_ray.engine.capture import Captures
 from omni_ray.engine.checkpoint_files import load_parts, read_tensor
 from omni_ray.engine.fixed_shapes import ELEMENTS, POSITIONS, rounded_up
 from omni_ray.engine.prompt_graphs import CHUNK, PromptGraphs
@@ -65,6 +67,10 @@ class Qwen3OmniTalker(CodecLM):
 
     frame_rate = FRAME_RATE
 
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.captures = Captures()
+
     def load(self) -> None:
         """Read ``talker.*`` and the thinker's embedding table, which is projected once and freed.
 
@@ -101,7 +107,7 @@ class Qwen3OmniTalker(CodecLM):
         self._set_up(config, table)
         self._captured = self._capture(options.max_num_seqs) if self._device.type == "cuda" else None
         # float32's experts are computed one by one, which waits for the GPU; deterministic pieces have one shape
-        self._prompts = PromptGraphs(self._talker) if self.ahead and dtype == torch.bfloat16 else None
+        self._prompts = PromptGraphs(self._talker, self.captures) if self.ahead and dtype == torch.bfloat16 else None
 
     def _dtype(self, option: str) -> torch.dtype:
         """``auto`` is bfloat16 on a GPU; on CPU float32, in which frames equal upstream's."""
@@ -134,7 +140,14 @@ class Qwen3OmniTalker(CodecLM):
         from omni_ray.models.qwen3_omni.captured_talker import CapturedTalker
 
         return CapturedTalker(
-            self._upstream, self._tables, self._stop, PREDICTOR_TOP_K, PREDICTOR_TOP_P, rows, self._deterministic
+            self._upstream,
+            self._tables,
+            self._stop,
+            PREDICTOR_TOP_K,
+            PREDICTOR_TOP_P,
+            rows,
+            self._deterministic,
+            self.captures,
         )
 
     def _projected(self, table: Tensor) -> Tensor:
@@ -175,6 +188,10 @@ class Qwen3OmniTalker(CodecLM):
         self._tables.said[slot] = False
         self._tables.last[slot] = self._codec.weight[self._markers.codec_bos]
         return 0
+
+    def stop(self) -> None:
+        """See ``SlotModel.stop``."""
+        self.captures.stop()
 
     def kv_bytes(self) -> int:
         """See ``SlotModel.kv_bytes``."""

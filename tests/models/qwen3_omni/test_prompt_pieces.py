@@ -8,6 +8,7 @@ import torch
 
 from omni_ray.engine import prompt_graphs
 from omni_ray.engine.base import EngineContext
+from omni_ray.engine.capture import Captures
 from omni_ray.engine.prompt_graphs import CHUNK, Beginning, PromptGraphs, PromptPack, PromptPiece
 from omni_ray.engine.slot_decoder import SlotDecoder
 from omni_ray.models.qwen3_omni.options import TalkerOptions
@@ -87,8 +88,9 @@ class _NoGraph:
 def test_prompts_are_packed_and_go_on(decoder: SlotDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginnings of three prompts, one of which ends further on, one that is given up, and one that fits no more."""
     monkeypatch.setattr(prompt_graphs, "captured", _NoGraph)
-    graphs = PromptGraphs(decoder)
-    graphs.wait()
+    captures = Captures()
+    graphs = PromptGraphs(decoder, captures)
+    captures.wait()
     lengths = {0: 130, 1: CHUNK + 40, 2: 77}
     for table in (decoder.keys.numbers, decoder.values.numbers):
         table.fill_(torch.nan)
