@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from omni_ray.engine.vllm_model import rows_at
+from omni_ray.engine.vllm_ranks import RankPid
 from omni_ray.errors import StageFailedError
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def _copy_output(layer: nn.Module, _: tuple[Any, ...], output: tuple[Tensor, Ten
     layer.get_buffer("omni_ray_rows")[: hidden.shape[0]].copy_(hidden + residual)
 
 
-class RowTap:
-    """VLLM's ``worker_extension_cls``: its methods become the worker's, called by ``collective_rpc``."""
+class RowTap(RankPid):
+    """The ``worker_extension_cls`` of a model whose rows are kept."""
 
     model_runner: Any
     rank: int

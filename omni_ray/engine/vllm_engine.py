@@ -63,19 +63,26 @@ class VLLMEngine(Engine):
         """Read the checkpoint's tokenizer, start vLLM's processes, load the weights and warm up.
 
         Raises:
-            ConfigError: with vLLM's own message if it does not start, or fails while it warms up.
+            ConfigError: with vLLM's own message if it does not start, or fails while it warms up; or it was not ready
+                within ``start_timeout_s``.
         """
+        clock, limit = asyncio.get_running_loop().time, self._options.start_timeout_s
+        end = clock() + limit
         checkpoint = await asyncio.to_thread(self._model.load)
         self._longest = checkpoint.longest(self._longest)
         self._vllm = await asyncio.to_thread(
-            start_vllm, self._name, self._options, checkpoint, self.context.load_format
+            start_vllm, self._name, self._options, checkpoint, self.context.load_format, max(0, end - clock())
         )
+        if self._options.tensor_parallel_size > 1:
+            await self._vllm.watch_ranks()
         if self._options.warm_up:
             try:
-                async with asyncio.timeout(self._options.start_timeout_s):
+                async with asyncio.timeout_at(end):
                     await self._warm_up(self._vllm)
             except Exception as error:  # whatever it is: what a warm-up fails with, requests would fail with
                 why = self._vllm.why_dead() if isinstance(error, EngineDeadError) else f"{error!r}"
+                if isinstance(error, TimeoutError):
+                    why = f"not ready within start_timeout_s, {limit:g} s"
                 await self.stop()
                 raise ConfigError([f"stage {self._name!r}: vLLM failed while it warmed up: {why}"]) from error
         if checkpoint.keeps_rows:  # from here on: no rows of a warm-up

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -22,6 +23,7 @@ from omni_ray.engine.vllm_compat import RUNNER, RowTap
 from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
 from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.engine.vllm_ranks import RankPid, RankWatch
 from omni_ray.engine.vllm_warm_up import warm_up_lengths
 from omni_ray.errors import ConfigError
 
@@ -46,7 +48,12 @@ class StartedVLLM:
         self.llm = llm
         self._guard = guard
         self._errors = errors
+        self._watch: RankWatch | None = None
         errors.skip()
+
+    async def watch_ranks(self) -> None:
+        """From here on the death of one process is the death of all."""
+        self._watch = await RankWatch.of(self.llm, self._guard)
 
     def why_dead(self) -> str:
         """What the processes said before they died."""
@@ -69,6 +76,8 @@ class StartedVLLM:
 
     def stop(self) -> None:
         """End the processes; blocking, about ``STOP_WAIT_S``."""
+        if self._watch is not None:
+            self._watch.stop()
         handler = logging.getLogger(AsyncLLM.__module__)
         handler.addFilter(_not_the_end)
         try:
@@ -80,7 +89,7 @@ class StartedVLLM:
 
 
 def start_vllm(
-    stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint, load_format: Literal["auto", "dummy"]
+    stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint, load_format: Literal["auto", "dummy"], within_s: float
 ) -> StartedVLLM:
     """Start vLLM's processes and load the model; blocking, seconds to minutes.
 
@@ -89,14 +98,18 @@ def start_vllm(
         options: of the stage's engine.
         checkpoint: what to load.
         load_format: ``dummy`` makes random weights.
+        within_s: processes that have not started by then are killed. vLLM waits for them for ever.
 
     Raises:
-        ConfigError: vLLM is no tested version, does not know an argument, or failed; with vLLM's own message.
+        ConfigError: vLLM is no tested version, does not know an argument, or failed, with vLLM's own message; or it
+            was not ready in time.
     """
     _check(stage, options, checkpoint)
     arguments = _arguments(options, checkpoint, load_format)
     errors = ErrorLog(DEFAULT_LOGGING_CONFIG)
     guard = ChildGuard()
+    late = threading.Timer(within_s, guard.kill)
+    late.start()
     try:
         with _environment(_variables(options, checkpoint, errors)), guard:
             if checkpoint.architecture is not None:
@@ -104,9 +117,13 @@ def start_vllm(
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
         why = errors.first() or f"{type(error).__name__}: {error}"[:LONGEST]
+        if guard.killed:
+            why = f"not ready within start_timeout_s, {options.start_timeout_s:g} s; its log says how far it came"
         guard.release(STOP_WAIT_S)
         errors.close()
         raise ConfigError([f"stage {stage!r}: vLLM {vllm.__version__} did not start: {why}"]) from error
+    finally:
+        late.cancel()
 
 
 def _check(stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint) -> None:
@@ -158,8 +175,8 @@ def _arguments(
         arguments["mm_processor_cache_gb"] = options.mm_processor_cache_gb
     if checkpoint.architecture is not None:
         arguments["hf_overrides"] = {"architectures": [checkpoint.architecture]}
-    if checkpoint.keeps_rows:
-        arguments["worker_extension_cls"] = f"{RowTap.__module__}.{RowTap.__qualname__}"
+    extension = RowTap if checkpoint.keeps_rows else RankPid
+    arguments["worker_extension_cls"] = f"{extension.__module__}.{extension.__qualname__}"
     return arguments
 
 
@@ -169,7 +186,6 @@ def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLo
         "VLLM_LOGGING_CONFIG_PATH": str(errors.config),
         "VLLM_PLUGINS": PLUGIN,  # else the plugins of every installed package run in our processes
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(options.start_timeout_s)),
         # vLLM compiles it at start for half a minute, and never calls it for requests with a seed, as all of ours are
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }

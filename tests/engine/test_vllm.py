@@ -443,6 +443,49 @@ async def test_hang_and_death_of_the_engine_core(tiny: Path, tmp_path: Path):
     assert newest not in core_processes()
 
 
+async def test_two_ranks_compute_what_one_does_and_die_together(tiny: Path, reference: Engine):
+    """Tensor parallelism: tokens, prompts and media's hidden rows are the torch engine's, which computes on one.
+
+    C09: a rank that is killed in mid-answer leaves the other one, and vLLM, waiting for it. The request is told within
+    seconds, the engine is unhealthy and says why, and nothing is left of it, even of what waits.
+    """
+    from chats import CHATS, PICTURE_CHATS
+
+    before = core_processes()
+    engine = vllm_engine(tiny, tensor_parallel_size=2)
+    await engine.start()
+    try:
+        started = [process for process in core_processes() if process not in before]
+        titles = {process.cmdline()[0].strip(): process for process in started}
+        assert sorted(titles) == ["VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"]
+        seen = {"text": CHATS["text"]}
+        if PROBLEM is None:
+            seen |= {kind: {**CHATS, **PICTURE_CHATS}[kind] for kind in ("31 s of audio", "audio and image")}
+        for kind, prompt in seen.items():
+            expected = await media_outputs(reference, prompt)
+            got = await media_outputs(engine, prompt)
+            assert (got[0], tokens(got), got[-1]) == (expected[0], tokens(expected), expected[-1])
+            if kind != "text":
+                assert abs(rows_of(got) - rows_of(expected)).max() < 1e-3
+        llm = engine._vllm.llm  # type: ignore[attr-defined]
+        assert await llm.collective_rpc("omni_ray_fetch", args=("r-0",)) == [None, None]  # both forgot them
+
+        running = run(engine, chats()["text"], max_tokens=900, ignore_eos=True)
+        assert isinstance(await anext(running), PromptChunk)
+        assert isinstance(await anext(running), TextChunk)
+        titles["VLLM::Worker_TP1"].kill()
+        began = time.monotonic()
+        with pytest.raises(ReplicaDiedError, match="died"):
+            await collect(running)
+        assert time.monotonic() - began < 4  # without the watch, 9 s
+        with pytest.raises(StageFailedError, match=r"vLLM died: Worker proc .*-1 died unexpectedly \(exit code: -9\)"):
+            await engine.check_health()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, started, 2)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    finally:
+        await engine.stop()
+
+
 def tiny_llama(out: Path) -> Path:
     """A random Llama of SmolLM2's kind, where ``voice_chat`` keeps its thinker."""
     import torch
@@ -493,6 +536,17 @@ async def test_a_warm_up_that_fails_is_a_start_that_fails(tiny: Path, monkeypatc
     with pytest.raises(ConfigError, match=r"stage .thinker.: vLLM failed while it warmed up: .*1025"):
         await vllm_engine(tiny).start()
     assert core_processes() == running
+
+
+@pytest.mark.parametrize("limit_s", [0.1, 12])
+async def test_a_start_that_takes_too_long_is_ended(tiny: Path, limit_s: float):
+    """Before vLLM has a process, and while its process loads; there it would wait for ever."""
+    before = set(core_processes())
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"did not start: not ready within start_timeout_s, {limit_s:g} s"):
+        await vllm_engine(tiny, start_timeout_s=limit_s).start()
+    assert time.monotonic() - began < limit_s + 15
+    assert set(core_processes()) == before
 
 
 async def test_a_start_that_cannot_succeed_fails_soon_in_vllms_own_words(tiny: Path, tmp_path: Path):

@@ -297,11 +297,11 @@ def test_errors_of_other_processes_are_read_from_a_file():
 
 
 OWNER = """
-import multiprocessing, sys, time
+import multiprocessing, subprocess, sys, time
 from omni_ray.engine.child_guard import ChildGuard
 
 def forever():
-    time.sleep(60)
+    subprocess.run(["sleep", "60"])
 
 if __name__ == "__main__":
     guard = ChildGuard()
@@ -319,7 +319,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("when", ["starting", "started"])
 def test_children_die_with_an_owner_that_is_killed(tmp_path: Path, when: str):
-    """An orphaned engine would hold its GPU's memory for ever; also one that was still loading."""
+    """An orphaned engine would hold its GPU's memory for ever; also one that was still loading, and its children."""
     (tmp_path / "owner.py").write_text(OWNER)
     root = str(Path(__file__).parents[2])
     owner = subprocess.Popen(
@@ -331,10 +331,14 @@ def test_children_die_with_an_owner_that_is_killed(tmp_path: Path, when: str):
     assert owner.stdout is not None
     children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     assert len(children) == 2
+    deadline = time.monotonic() + 20
+    while len(grandchildren := [each for child in children for each in child.children()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs([*children, *grandchildren], timeout=5)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -349,3 +353,48 @@ def test_a_guard_that_was_released_kills_nobody():
     child.terminate()
     guard.release(5)
     assert guard.children() == []
+
+
+def test_a_guard_kills_what_it_is_told_to_and_what_comes_later():
+    from omni_ray.engine.child_guard import ChildGuard
+
+    stranger = subprocess.Popen(["sleep", "60"])  # as a rank: another process's child
+    guard = ChildGuard()
+    guard.add([stranger.pid])
+    guard.kill()
+    assert stranger.wait(5) == -signal.SIGKILL
+    assert guard.killed
+    with guard:
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+    child.join(5)
+    assert child.exitcode == -signal.SIGKILL
+    guard.release(5)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_one_dead_rank_ends_all_unless_the_engine_is_stopping(stopped: bool):
+    from omni_ray.engine.child_guard import ChildGuard
+    from omni_ray.engine.vllm_ranks import LAST_WORDS_S, RankWatch
+
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    guard = ChildGuard()
+    pids = [rank.pid for rank in ranks]
+    guard.add(pids)
+    watch = RankWatch(pids, guard)
+    if stopped:
+        watch.stop()
+    ranks[1].kill()
+    try:
+        if stopped:
+            with pytest.raises(subprocess.TimeoutExpired):
+                ranks[0].wait(LAST_WORDS_S + 0.3)
+        else:
+            assert ranks[0].wait(5) == -signal.SIGKILL
+            watch.stop()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        with guard:
+            guard.release(5)

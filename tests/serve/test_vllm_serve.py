@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import Served, Serving, wait_until
-from tests.serve.test_qwen3_omni import FRAMES, body, check, config, make_references
+from tests.serve.test_qwen3_omni import FRAMES, Reference, body, check, config, make_references
 from tests.serve.test_ramp import heard, parse_sse
 
 pytestmark = [
@@ -52,6 +52,13 @@ def with_vllm(tiny: Path) -> dict[str, Any]:
     return made
 
 
+async def ask(client: Any, reference: Reference, **more: Any) -> None:
+    """Upstream's text and samples."""
+    response = await client.post("/v1/chat/completions", json=body(reference.messages, **more))
+    assert response.status_code == 200, response.text
+    check(reference, *heard(parse_sse(response.text)))
+
+
 def engine_cores() -> list[psutil.Process]:
     """vLLM's processes on this machine that are children of a replica."""
     found = []
@@ -75,15 +82,10 @@ async def test_a_vllm_thinker_speaks_as_upstream_and_is_replaced_when_its_engine
     app: Served = await asyncio.to_thread(serving, "qwen3_omni", with_vllm(tiny))
     references = make_references(tiny, KINDS, FRAMES)
 
-    async def ask(client: Any, kind: str) -> None:
-        response = await client.post("/v1/chat/completions", json=body(references[kind].messages))
-        assert response.status_code == 200, response.text
-        check(references[kind], *heard(parse_sse(response.text)))
-
     async with app.async_client(timeout=200) as client:
         for kind in KINDS:
-            await ask(client, kind)
-        await asyncio.gather(*(ask(client, kind) for kind in KINDS for _ in range(3)))
+            await ask(client, references[kind])
+        await asyncio.gather(*(ask(client, references[kind]) for kind in KINDS for _ in range(3)))
         await asyncio.to_thread(wait_until, lambda: not any(app.ongoing().values()), 5)
 
         (core,) = [process for process in engine_cores() if process not in others]
@@ -101,9 +103,52 @@ async def test_a_vllm_thinker_speaks_as_upstream_and_is_replaced_when_its_engine
                 lines.append(line)
         assert heard(parse_sse("\n".join(lines)))[1] == whole
         await unready
-        await ask(client, "audio")
+        await ask(client, references["audio"])
         after = app.replicas()
         assert after["thinker"] != before["thinker"]
         assert (after["talker"], after["code2wav"]) == (before["talker"], before["code2wav"])
+    await asyncio.to_thread(serve.delete, app.name)
+    await asyncio.to_thread(wait_until, lambda: set(engine_cores()) <= others, 20)
+
+
+async def test_a_thinker_of_two_ranks_speaks_as_upstream_and_is_replaced_when_one_dies(
+    serving: Serving, tiny: Path
+) -> None:
+    """Tensor parallelism in a replica, which on a CPU holds no GPU; its placement group is what this does not show.
+
+    Then C09: a rank is killed in mid-answer, another replica takes the answer over to its end, and of the first one
+    nothing is left.
+    """
+    from ray import serve
+
+    def titled(title: str) -> list[psutil.Process]:
+        return [process for process in engine_cores() if title in " ".join(process.cmdline())]
+
+    others = set(engine_cores())
+    made = with_vllm(tiny)
+    made["stages"]["thinker"]["deployment"]["ray_actor_options"] = {"num_gpus": 0}
+    made["stages"]["thinker"]["engine"]["tensor_parallel_size"] = 2
+    app: Served = await asyncio.to_thread(serving, "qwen3_omni", made)
+    references = make_references(tiny, KINDS[-2:], FRAMES)
+    async with app.async_client(timeout=400) as client:
+        for reference in references.values():
+            await ask(client, reference)
+        first = set(engine_cores()) - others
+        assert len(first) == 3, first
+        before = app.replicas()
+        long = body(references["audio"].messages, max_tokens=300, modalities=["text"], ignore_eos=True)
+        whole = heard(parse_sse((await client.post("/v1/chat/completions", json=long)).text))[1]
+        lines: list[str] = []
+        async with client.stream("POST", "/v1/chat/completions", json=long) as answer:
+            async for line in answer.aiter_lines():
+                if not lines:
+                    (rank,) = [process for process in first if process in titled("Worker_TP1")]
+                    rank.kill()
+                lines.append(line)
+        assert heard(parse_sse("\n".join(lines)))[1] == whole
+        after = app.replicas()
+        assert after["thinker"] != before["thinker"]
+        assert (after["talker"], after["code2wav"]) == (before["talker"], before["code2wav"])
+        assert not first & set(engine_cores())
     await asyncio.to_thread(serve.delete, app.name)
     await asyncio.to_thread(wait_until, lambda: set(engine_cores()) <= others, 20)
