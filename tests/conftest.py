@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clock import virtual_time  # noqa: F401 - a fixture
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"

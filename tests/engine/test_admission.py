@@ -2,16 +2,17 @@
 
 import asyncio
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_ray.engine import admission as admission_module
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.options import EngineOptions
 from omni_ray.engine.types import Request
 from omni_ray.errors import SaturatedError, StageFailedError
+from tests.clock import put_clock
 
 
 def admission(places: int = 1, queue: int = 64, timeout_s: float = 30, stall_s: float = 60) -> Admission:
@@ -282,6 +283,10 @@ def test_no_interleaving_loses_a_place(places: int, queue: int, seed: int):
 class TestHang:
     """``check``: work in hand and nothing out for ``stall_s``."""
 
+    @pytest.fixture(autouse=True)
+    def _clock(self, monkeypatch: pytest.MonkeyPatch):
+        self.pass_by = put_clock(monkeypatch, admission_module).pass_by
+
     def stalled(self, line: Admission) -> bool:
         try:
             line.check()
@@ -290,57 +295,57 @@ class TestHang:
         return False
 
     def test_idle_is_healthy(self):
-        line = admission(stall_s=0.06)
-        time.sleep(0.12)
+        line = admission(stall_s=60)
+        self.pass_by(120)
         assert not self.stalled(line)
 
     async def test_waiting_for_input_is_healthy(self):
         """A talker waits for a slow thinker: it has a place and nothing to do."""
-        line = admission(stall_s=0.06)
+        line = admission(stall_s=60)
         async with line.place(request("a")):
-            await asyncio.sleep(0.12)
+            self.pass_by(120)
             assert not self.stalled(line)
 
     def test_computing_without_output_hangs(self):
-        line = admission(stall_s=0.06)
+        line = admission(stall_s=60)
         with line.computing():
             assert not self.stalled(line)
-            time.sleep(0.12)
+            self.pass_by(120)
             assert self.stalled(line)
             line.progressed()
             assert not self.stalled(line)
         assert not self.stalled(line)
 
     def test_work_after_a_long_rest_starts_a_new_clock(self):
-        line = admission(stall_s=0.12)
-        time.sleep(0.24)
+        line = admission(stall_s=60)
+        self.pass_by(120)
         with line.computing():
             assert not self.stalled(line)
 
     def test_one_ends_another_hangs(self):
-        line = admission(stall_s=0.12)
+        line = admission(stall_s=60)
         with line.computing():
-            time.sleep(0.18)
+            self.pass_by(90)
             with line.computing():
                 pass
             assert not self.stalled(line), "something came out just now"
-            time.sleep(0.18)
+            self.pass_by(90)
             assert self.stalled(line)
 
     def test_giving_up_is_no_progress(self):
         """Clients that time out and come again restarted the clock each time: a hung engine stayed healthy for ever."""
-        line = admission(stall_s=0.12)
+        line = admission(stall_s=60)
         with line.computing():
             for error in (asyncio.CancelledError, GeneratorExit):
-                time.sleep(0.09)
+                self.pass_by(45)
                 with pytest.raises(error), line.computing():
                     raise error
             assert self.stalled(line)
 
     def test_an_error_is_an_answer(self):
-        line = admission(stall_s=0.12)
+        line = admission(stall_s=60)
         with line.computing():
-            time.sleep(0.18)
+            self.pass_by(90)
             with pytest.raises(ValueError, match="bad input"), line.computing():
                 raise ValueError("bad input")
             assert not self.stalled(line)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from omni_ray.config.pipeline import Edge, StageExecutionType, StagePipelineConfig
 from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine import admission
 from omni_ray.engine.ar import AREngine, ARModel
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.base import EngineContext
@@ -25,6 +26,7 @@ from omni_ray.engine.resume import Resume
 from omni_ray.engine.sampler import NOT_A_NUMBER, Sampler, draw
 from omni_ray.engine.types import Finish, Output, Request, TextChunk
 from omni_ray.errors import EngineDiedError, InvalidRequestError, OmniRayError, SaturatedError, StageFailedError
+from tests.clock import Clock, a_moment, put_clock
 
 ALPHABET = "!" + string.ascii_letters + string.digits + " .,?"  # id 0 is an ordinary token (cases.md C24)
 STOP = len(ALPHABET)
@@ -95,14 +97,14 @@ class Toy(ARModel):
 
     def prefill(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
         assert start == len(self.kv[slot])
-        assert self.gate.acquire(timeout=10)
+        assert self.gate.acquire(timeout=60)
         self.pieces.append(slot)
         self.kv[slot].extend(ids)
         return self._logits(slot)
 
     def step(self, slots: Sequence[int], last_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
         assert list(slots) == sorted(set(slots))
-        assert self.gate.acquire(timeout=10)
+        assert self.gate.acquire(timeout=60)
         self.batches.append(tuple(slots))
         for slot, token, position in zip(slots, last_ids, positions, strict=True):
             if self.slots[slot].broken == "step" and position == len(self.slots[slot].prompt) + 2:
@@ -147,6 +149,11 @@ async def start() -> AsyncIterator[Any]:
         assert engine.stats().running == engine.stats().queued == 0
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return put_clock(monkeypatch, admission)
+
+
 async def one(prompt: Any) -> AsyncIterator[Any]:
     yield prompt
 
@@ -177,17 +184,17 @@ async def collect(outputs: AsyncIterator[Output]) -> tuple[str, list[int], Finis
 
 
 async def settled(condition: Any) -> None:
-    for _ in range(2500):
+    for _ in range(10_000):
         if condition():
             return
         await asyncio.sleep(0.002)
-    raise AssertionError("not true within 5 s")
+    raise AssertionError("not true within 20 s")
 
 
 async def in_the_loop(prompts: int) -> None:
     """Wait until so many prompts in all are encoded and submitted."""
     await settled(lambda: Toy.latest.encodings == prompts)
-    await asyncio.sleep(0.05)
+    await a_moment()
 
 
 async def test_answer_with_usage(start: Any) -> None:
@@ -270,12 +277,12 @@ async def test_running_rows_keep_their_pace_while_a_prompt_is_encoded(start: Any
     assert (await slow)[0] == "b"
 
 
-async def test_a_hung_encoding_is_unhealthy_although_rows_go_on(start: Any) -> None:
-    engine = await start(stall_s=0.1)
-    slow = run(engine, Ask(ids("b"), broken="slow"))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(slow), 0.05)  # its client gives up
-    await asyncio.sleep(0.1)
+async def test_a_hung_encoding_is_unhealthy_although_rows_go_on(start: Any, clock: Clock) -> None:
+    engine = await start(stall_s=60)
+    slow = asyncio.create_task(collect(run(engine, Ask(ids("b"), broken="slow"))))
+    await settled(lambda: len(engine._admission._calls) == 1)
+    slow.cancel()  # its client gives up
+    clock.pass_by(90)
     talking = run(engine, Ask(ids("a" * 60)))
     with pytest.raises(StageFailedError, match="hangs"):
         await engine.check_health()
@@ -500,16 +507,16 @@ async def test_prompts_must_be_one(start: Any) -> None:
         await collect(engine.generate(Request("r", 1), {"listener": two()}))
 
 
-async def test_hung_step_is_unhealthy_and_idle_is_not(start: Any) -> None:
-    engine = await start(stall_s=0.05)
+async def test_hung_step_is_unhealthy_and_idle_is_not(start: Any, clock: Clock) -> None:
+    engine = await start(stall_s=60)
     toy = Toy.latest
-    task = asyncio.create_task(collect(run(engine, Ask(ids("ab")))))
-    await task
-    await asyncio.sleep(0.1)
+    await collect(run(engine, Ask(ids("ab"))))
+    clock.pass_by(90)
     await engine.check_health()
     toy.gate = threading.Semaphore(0)
     task = asyncio.create_task(collect(run(engine, Ask(ids("ab")))))
-    await asyncio.sleep(0.15)
+    await in_the_loop(2)
+    clock.pass_by(90)
     with pytest.raises(StageFailedError, match="hangs"):
         await engine.check_health()
     toy.gate.release(10**6)
@@ -527,13 +534,16 @@ def test_extreme_parameters_draw_a_token(said: dict[str, float]) -> None:
     assert draw(sampler.penalised(logits, torch.tensor([0, 1]))[None], [sampler], [0]) == [0]
 
 
-async def test_a_hung_step_is_unhealthy_although_its_clients_give_up_sooner(start: Any) -> None:
+async def test_a_hung_step_is_unhealthy_although_its_clients_give_up_sooner(start: Any, clock: Clock) -> None:
     """C09: each of them gave up before ``stall_s`` and took the hang along: the replica was never replaced."""
-    engine = await start(stall_s=0.2)
+    engine = await start(stall_s=60)
     Toy.latest.gate = threading.Semaphore(0)
-    for _ in range(6):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(collect(run(engine, Ask(ids("ab")))), 0.06)
+    for n in range(3):
+        asked = asyncio.create_task(collect(run(engine, Ask(ids("ab")))))
+        await in_the_loop(n + 1)
+        await engine.check_health()
+        asked.cancel()
+        clock.pass_by(25)
     with pytest.raises(StageFailedError, match="hangs"):
         await engine.check_health()
     Toy.latest.gate.release(10**6)
@@ -541,11 +551,12 @@ async def test_a_hung_step_is_unhealthy_although_its_clients_give_up_sooner(star
     await engine.check_health()
 
 
-async def test_slow_reader_is_not_a_hung_engine(start: Any) -> None:
-    engine = await start(stall_s=0.05)
+async def test_slow_reader_is_not_a_hung_engine(start: Any, clock: Clock) -> None:
+    engine = await start(stall_s=60)
     outputs = run(engine, Ask(ids("abc")))
     await anext(outputs)
-    await asyncio.sleep(0.15)
+    await a_moment()
+    clock.pass_by(90)
     await engine.check_health()
     await collect_rest(outputs)
 
@@ -669,23 +680,28 @@ async def test_a_loop_that_died_is_a_dead_engine(start: Any, monkeypatch: pytest
     assert info.value.stage == "thinker"
 
 
-async def test_hung_is_unhealthy_busy_and_idle_are_not(start: Any) -> None:
+async def test_hung_is_unhealthy_busy_and_idle_are_not(start: Any, clock: Clock) -> None:
     """C09: a step that does not return within ``stall_s``, whoever still waits for it."""
-    engine = await start(stall_s=0.2)
+    engine = await start(stall_s=60)
     await engine.check_health()
+    toy = Toy.latest
+    toy.gate = threading.Semaphore(1)  # for the prompt
     slow = asyncio.create_task(collect(run(engine, Ask(ids("hello there")))))
-    Toy.latest.gate = threading.Semaphore(0)
-    for _ in range(6):  # a step every tenth of a second: slow, and no hang
-        Toy.latest.gate.release()
-        await asyncio.sleep(0.1)
+    await settled(lambda: len(toy.pieces) == 1)
+    for steps in range(1, 7):  # one in 25 seconds: slow, and no hang
+        await a_moment()  # it begins
+        clock.pass_by(25)
         await engine.check_health()
-    await asyncio.sleep(0.3)
+        toy.gate.release()
+        await settled(lambda steps=steps: len(toy.batches) == steps)
+    await a_moment()
+    clock.pass_by(90)
     with pytest.raises(StageFailedError, match="hangs"):
         await engine.check_health()
-    Toy.latest.gate.release(1000)
+    toy.gate.release(1000)
     await slow
     await engine.check_health()
-    await asyncio.sleep(0.25)
+    clock.pass_by(90)
     await engine.check_health()
 
 
@@ -701,8 +717,7 @@ async def test_logits_of_one_row_are_never_broadcast(start: Any) -> None:
     engine = await start(model=Broadcasting)
     Toy.latest.gate = threading.Semaphore(0)
     together = [asyncio.create_task(collect(run(engine, Ask(ids(answer))))) for answer in ("abcd", "wxyz")]
-    await settled(lambda: Toy.latest.encodings == 2)
-    await asyncio.sleep(0.05)
+    await in_the_loop(2)
     Toy.latest.gate.release(10**6)
     outcomes = await asyncio.gather(*together, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [BatchLengthError, BatchLengthError]

@@ -11,12 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from omni_ray.config.pipeline import Edge, StageExecutionType, StagePipelineConfig
+from omni_ray.engine import admission
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.codec import Codec, CodecEngine, DecodeItem, WindowCodec
 from omni_ray.engine.options import CodecOptions
 from omni_ray.engine.rechunk import array_of
 from omni_ray.engine.types import AudioChunk, CodeFrameChunk, Finish, LatentChunk, Output, Request
 from omni_ray.errors import ConfigError, NonFiniteAudioError, SaturatedError, StageFailedError
+from tests.clock import a_moment, put_clock
 
 U = 8
 
@@ -336,7 +338,7 @@ async def test_cancelled_in_mid_step_drops_out_and_is_never_flushed() -> None:
     assert await asyncio.to_thread(codec.started.wait, 5)
     late = asyncio.create_task(collect(engine, endless(), "late"))  # cancelled before its first step
     other = asyncio.create_task(collect(engine, pieces(frames(12)), "other"))
-    await asyncio.sleep(0.02)
+    await a_moment()
     assert engine.stats().running == 3
     gone.cancel()
     late.cancel()
@@ -405,13 +407,15 @@ async def test_a_full_engine_refuses_before_it_reads_and_stop_fails_what_runs() 
     assert engine.stats().running == 0
 
 
-async def test_a_hung_decoder_fails_the_health_check_but_an_idle_one_does_not() -> None:
-    engine, codec = recorder(chunk_frames=(4,), stall_s=0.05)
-    await asyncio.sleep(0.1)
+async def test_a_hung_decoder_fails_the_health_check_but_an_idle_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = put_clock(monkeypatch, admission)
+    engine, codec = recorder(chunk_frames=(4,), stall_s=60)
+    clock.pass_by(90)
     await engine.check_health()
     codec.hold = threading.Event()
     running = asyncio.create_task(collect(engine, pieces(frames(4))))
-    await asyncio.sleep(0.15)
+    assert await asyncio.to_thread(codec.started.wait, 5)
+    clock.pass_by(90)
     with pytest.raises(StageFailedError, match="hangs"):
         await engine.check_health()
     codec.hold.set()

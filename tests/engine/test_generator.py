@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from omni_ray.config.pipeline import Edge, StagePipelineConfig
+from omni_ray.engine import generator_run
 from omni_ray.engine.base import EngineContext
 from omni_ray.engine.generator import GeneratorEngine, GeneratorModel
 from omni_ray.engine.generator_run import Job, Piece
 from omni_ray.engine.options import GeneratorOptions
 from omni_ray.engine.types import AudioChunk, Finish, Output, Request
 from omni_ray.errors import NonFiniteAudioError, SaturatedError, StageFailedError
+from tests.clock import put_clock
 
 Speak = Callable[[Job], Iterator[Piece]]
 RATE = 1000
@@ -66,7 +68,7 @@ def sound(outputs: list[Output]) -> list[float]:
 
 async def idle(made: GeneratorEngine) -> None:
     """Counters return to zero, soon."""
-    for _ in range(200):
+    for _ in range(2000):
         if made.stats().running == made.stats().queued == 0:
             return
         await asyncio.sleep(0.01)
@@ -252,18 +254,20 @@ async def test_a_generator_that_exits_ends_its_own_request_only():
     await idle(made)
 
 
-async def test_a_step_past_its_deadline_fails_the_health_check():
-    release = threading.Event()
+async def test_a_step_past_its_deadline_fails_the_health_check(monkeypatch):
+    clock, began, release = put_clock(monkeypatch, generator_run), threading.Event(), threading.Event()
 
     def speak(job: Job) -> Iterator[Piece]:
         yield piece(0.1)
+        began.set()
         release.wait(10)
 
-    made = engine(speak, stall_s=0.2)
+    made = engine(speak, stall_s=60)
     stream = run(made)
     await anext(stream)
+    assert await asyncio.to_thread(began.wait, 10)
     await made.check_health()
-    await asyncio.sleep(0.4)
+    clock.pass_by(90)
     with pytest.raises(StageFailedError, match="one step has run for"):
         await made.check_health()
     await stream.aclose()  # impatience does not hide it
