@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.clock import virtual_time  # noqa: F401 - a fixture
 
@@ -30,6 +31,9 @@ os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "200"  # replicas send their spans soon
 # and Serve kills a proxy that takes more than 5 s to start
 os.environ.update(RAY_worker_niceness="0", RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60")
 os.environ.update(RAY_metrics_report_interval_ms="2000")  # 10 s by default, and tests of metrics wait for several
+
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what runs in its background so, and the commands under test would inherit it and never stop

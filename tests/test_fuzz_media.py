@@ -5,12 +5,13 @@ A short run here; ``FUZZ=20000 pytest tests/test_fuzz_media.py`` for a long one.
 
 import base64
 import contextlib
+import gc
 import io
 import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,15 @@ MAX_SECONDS = 2.0
 MAX_PIXELS = 10_000
 CPU_S = 2.0
 """No input may cost more of the CPU."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_garbage() -> Iterator[None]:
+    """Else a full collection of all the test run's heap comes to some decoder."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 fuzz = settings(max_examples=RUNS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

@@ -55,7 +55,7 @@ def test_a_server_that_will_not_stop_is_killed_with_its_children(monkeypatch: py
     with running(f"{FAKE} {port} 1 1 1 --stubborn", f"http://127.0.0.1:{port}/health", 30, said.append):
         assert [line for line in lines_of_ps() if line.endswith("sleep 1234")]
     assert said == ["the server did not end within 1 s of SIGTERM; it is killed"]
-    assert time.monotonic() - before < 25
+    assert time.monotonic() - before < 100
     assert not [line for line in lines_of_ps() if line.endswith("sleep 1234")]
 
 

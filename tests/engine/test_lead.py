@@ -1,6 +1,7 @@
 """Lead, and the order of work that follows from it: in the codec's batches and in the autoregressive loop."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -73,9 +74,12 @@ class Steps:
     def __init__(self, unit_s: float) -> None:
         self.unit_s = unit_s
         self.seen: list[list[str]] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     def __call__(self, items: Sequence[tuple[str, int]]) -> list[str]:
         self.seen.append([name for name, _ in items])
+        assert self.go_on.wait(60)
         time.sleep(self.unit_s * sum(size for _, size in items))
         return [name for name, _ in items]
 
@@ -84,15 +88,24 @@ def batches(steps: Steps, step_s: float) -> Batches[tuple[str, int], str]:
     return Batches("codec", steps, lambda output: output, nullcontext, size=lambda item: item[1], step_s=step_s)
 
 
+async def begun(steps: Steps, count: int) -> None:
+    async with asyncio.timeout(20):
+        while len(steps.seen) < count:  # noqa: ASYNC110 - written by a thread
+            await asyncio.sleep(0.001)
+
+
 async def test_a_step_takes_the_most_urgent_and_no_more_than_fits() -> None:
     steps, clock = Steps(0.001), Clock()
     line = batches(steps, step_s=0.05)
     try:
         assert await line.submit(("warm", 40), lead(clock)) == "warm"  # now it knows: some 1 ms per unit
+        steps.go_on.clear()
         ahead = [asyncio.ensure_future(line.submit((f"ahead-{n}", 25), lead(clock, 0, 9, 1))) for n in range(4)]
-        await asyncio.sleep(0.005)  # the first of them is being decoded
+        await begun(steps, 2)  # the first of them is being decoded
         late = asyncio.ensure_future(line.submit(("late", 25), lead(clock, 0, 1, 5)))
         new = asyncio.ensure_future(line.submit(("new", 4), lead(clock)))
+        await asyncio.sleep(0)
+        steps.go_on.set()
         answers = await asyncio.gather(*ahead, late, new)
     finally:
         line.stop()
@@ -122,9 +135,12 @@ async def test_cancelled_items_leave_the_line() -> None:
     line = batches(steps, step_s=0.02)
     try:
         await line.submit(("warm", 20), lead(clock))
+        steps.go_on.clear()
         running = [asyncio.ensure_future(line.submit((str(n), 20), lead(clock))) for n in range(5)]
-        await asyncio.sleep(0.005)
+        await begun(steps, 2)
         running[2].cancel()
+        await asyncio.sleep(0)
+        steps.go_on.set()
         await asyncio.gather(*running, return_exceptions=True)
     finally:
         line.stop()

@@ -338,7 +338,7 @@ def test_children_die_with_an_owner_that_is_killed(tmp_path: Path, when: str):
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    _, alive = psutil.wait_procs([*children, *grandchildren], timeout=5)
+    _, alive = psutil.wait_procs([*children, *grandchildren], timeout=20)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -210,7 +210,7 @@ class Running:
     async def check_idle(self) -> None:
         """Every engine's counters are back at zero, soon."""
         for engine in self._engines:
-            for _ in range(100):
+            for _ in range(400):
                 stats = engine.stats()
                 if (stats.running, stats.queued, stats.encoder_bytes) == (0, 0, 0):
                     break

@@ -14,7 +14,7 @@ from omni_ray.models.ramp import oracle
 from omni_ray.playback import Playback
 from tests.conftest import Served, Serving, wait_until
 
-JITTER_S = 0.5
+JITTER_S = 1.0
 """Twelve listeners to one codec would hear gaps of seconds."""
 SCALING = {"max_replicas": 4, "upscale_delay_s": 0.3, "downscale_delay_s": 1, "report_every_s": 0.3}
 SCALED = ("talker", "code2wav")

@@ -20,8 +20,9 @@ from tests.serve.crowd import CHAT, SPEECH, Hearing
 from tests.serve.test_ramp import TEXT, ask_chat, ask_speech, chat, heard, parse_sse, speech
 
 LONG = " ".join(["word"] * 300)
-STOPS_S = 3.0
-"""What stops "within a second" (DESIGN 6) takes 0.1 s on a quiet machine; asking every stage takes time too."""
+STOPS_S = 8.0
+"""What stops "within a second" (DESIGN 6) takes 0.1 s on a quiet machine; asking every stage takes time too. What is
+not stopped goes on for longer, or is not counted as cut off."""
 
 
 def config(width: int = 3) -> dict[str, Any]:
@@ -343,10 +344,10 @@ async def test_latent_refs_are_freed(serving: Serving) -> None:
             )
         # in mid-stream the store holds what is unread, not everything that ever was
         long = " ".join(["word"] * 60)
-        slow = chat(long, ramp={"talker": {"delay_ms": 20}})
+        slow = chat(long, ramp={"talker": {"delay_ms": 25}})
         running = asyncio.create_task(client.post("/v1/chat/completions", json=slow))
         await until(has_runs(app, "code2wav"))
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(2)
         assert not running.done()
         held = free - ray.available_resources()["object_store_memory"]
         assert heard(parse_sse((await running).text)) == (oracle.pcm(long), long), "a latent was lost while it waited"

@@ -69,7 +69,7 @@ async def test_a_leaving_stage_stays_until_its_latents_were_read(serving: Servin
             (now,) = app.states("thinker")
             return now.started == thinker.started + 3 and not now.engine.running
 
-        await asyncio.to_thread(wait_until, has_said_all, 30)
+        await asyncio.to_thread(wait_until, has_said_all)
         (leaving,) = app.states("thinker")
         assert leaving.ongoing == 3, "it let go of latents that nobody had read"
         changed = config(talkers=1, thinkers=2, **FIXED)
@@ -77,7 +77,7 @@ async def test_a_leaving_stage_stays_until_its_latents_were_read(serving: Servin
         assert await asyncio.gather(*running) == [(oracle.pcm(text), text) for text in texts]
         await changing
     assert leaving.replica not in app.settled("thinker", 2)
-    await asyncio.to_thread(wait_until, lambda: not set(pids) & set(app.pids("thinker")), 10)
+    await asyncio.to_thread(wait_until, lambda: not set(pids) & set(app.pids("thinker")))
 
 
 async def test_other_code_never_goes_on_with_a_request(serving: Serving) -> None:

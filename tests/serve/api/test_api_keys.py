@@ -173,7 +173,7 @@ def test_one_key_of_several_never_holds_all_places() -> None:
         pass
 
 
-async def test_a_keys_own_limit_is_429_and_touches_no_other_key() -> None:
+async def test_a_keys_own_limit_is_429_and_touches_no_other_key(virtual_time: None) -> None:
     """C59: before the body is read, with Retry-After, and a place is free again however the request ended."""
     limits = KeyLimits(concurrent_requests=1)
     config = IngressConfig(api_keys_env="X", key_limits=limits)
@@ -227,7 +227,7 @@ async def test_default_priorities_and_nobody_jumps_the_line() -> None:
     assert fake.requests[-1].priority == 1
 
 
-async def test_the_last_places_are_for_chat() -> None:
+async def test_the_last_places_are_for_chat(virtual_time: None) -> None:
     config = IngressConfig(max_concurrent_requests=8)
     fake = FakeDispatcher(FULL, lambda request: [0.2, *text("one"), *audio(480)], config=config)
     async with client_of(fake) as client:
@@ -252,7 +252,7 @@ async def test_sound_served_to_a_key_orders_its_next_requests() -> None:
     assert second == pytest.approx(2, rel=0.05)
 
 
-async def test_a_flood_does_not_come_in_at_the_rank_of_its_first_request() -> None:
+async def test_a_flood_does_not_come_in_at_the_rank_of_its_first_request(virtual_time: None) -> None:
     """What is under way counts: the tenth request of one key stands behind the first of another that comes later."""
     fake = FakeDispatcher(SPEECH_ONLY, lambda request: [0.2, *audio(48_000)])
     async with client_of(fake, "k1", "k2") as client:

@@ -160,7 +160,7 @@ async def test_a_place_is_taken_before_the_body_is_read(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_a_body_that_stops_coming(url: str) -> None:
+async def test_a_body_that_stops_coming(virtual_time: None, url: str) -> None:
     """C55: it kept its place for as long as it liked."""
     fake = fake_of(body_idle_timeout_s=0.05)
     content, headers = BODIES[url]
@@ -171,7 +171,7 @@ async def test_a_body_that_stops_coming(url: str) -> None:
     assert fake.requests == []
 
 
-async def test_a_body_that_drips() -> None:
+async def test_a_body_that_drips(virtual_time: None) -> None:
     """C55: 1 kB/s is never silent for long, and would take hours."""
 
     async def drops() -> AsyncIterator[bytes]:
