@@ -80,7 +80,7 @@ class Toy(ARModel):
         if prompt.broken == "encode":
             raise ValueError("broken prompt")
         if prompt.broken == "slow":
-            assert self.encoded.wait(10)
+            assert self.encoded.wait(30)
         self.encodings += 1
         return Coded(prompt)
 

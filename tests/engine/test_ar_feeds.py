@@ -622,7 +622,7 @@ class TestResume:
         """The codec behind it can rebuild its state while the talker still waits for what it is to speak."""
         engine, pipe = await start(), Pipe()
         outputs = run(engine, pipe.read(), resume=Resume(frames=np.array([[1, 0], [2, 0]])))
-        async with aclosing(outputs), asyncio.timeout(5):
+        async with aclosing(outputs), asyncio.timeout(30):
             first = await anext(outputs)
             assert first.frames.tolist() == [[1, 0], [2, 0]]
             for item in (Ask(frames=3), [1], [2, 3]):

@@ -159,7 +159,7 @@ class Recorder(Codec):
         self.batches.append(len(items))
         self.started.set()
         if self.hold is not None:
-            assert self.hold.wait(5)
+            assert self.hold.wait(30)
         for item in items:
             if item.state.name == "bad" and len(item.state.calls) == 1:
                 raise ValueError("the bad one")
@@ -335,7 +335,7 @@ async def test_cancelled_in_mid_step_drops_out_and_is_never_flushed() -> None:
             closed.set()
 
     gone = asyncio.create_task(collect(engine, endless(), "gone"))
-    assert await asyncio.to_thread(codec.started.wait, 5)
+    assert await asyncio.to_thread(codec.started.wait, 30)
     late = asyncio.create_task(collect(engine, endless(), "late"))  # cancelled before its first step
     other = asyncio.create_task(collect(engine, pieces(frames(12)), "other"))
     await a_moment()
@@ -395,7 +395,7 @@ async def test_a_full_engine_refuses_before_it_reads_and_stop_fails_what_runs() 
     engine, codec = recorder(chunk_frames=(4,), max_num_seqs=1, max_queue=0)
     codec.hold = threading.Event()
     running = asyncio.create_task(collect(engine, pieces(frames(12))))
-    assert await asyncio.to_thread(codec.started.wait, 5)
+    assert await asyncio.to_thread(codec.started.wait, 30)
     with pytest.raises(SaturatedError):
         await collect(engine, pieces(frames(12)), "second")
     assert "second" not in codec.seen
@@ -414,7 +414,7 @@ async def test_a_hung_decoder_fails_the_health_check_but_an_idle_one_does_not(mo
     await engine.check_health()
     codec.hold = threading.Event()
     running = asyncio.create_task(collect(engine, pieces(frames(4))))
-    assert await asyncio.to_thread(codec.started.wait, 5)
+    assert await asyncio.to_thread(codec.started.wait, 30)
     clock.pass_by(90)
     with pytest.raises(StageFailedError, match="hangs"):
         await engine.check_health()

@@ -225,7 +225,7 @@ async def test_a_place_is_free_only_when_the_generator_is_closed():
             yield piece(0.1)
             yield piece(0.1)
         finally:
-            release.wait(5)
+            release.wait(30)
 
     made = engine(speak, max_num_seqs=1, max_queue=0)
     stream = run(made, "first")
@@ -260,12 +260,12 @@ async def test_a_step_past_its_deadline_fails_the_health_check(monkeypatch):
     def speak(job: Job) -> Iterator[Piece]:
         yield piece(0.1)
         began.set()
-        release.wait(10)
+        release.wait(30)
 
     made = engine(speak, stall_s=60)
     stream = run(made)
     await anext(stream)
-    assert await asyncio.to_thread(began.wait, 10)
+    assert await asyncio.to_thread(began.wait, 30)
     await made.check_health()
     clock.pass_by(90)
     with pytest.raises(StageFailedError, match="one step has run for"):

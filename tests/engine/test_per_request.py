@@ -84,7 +84,7 @@ async def collect(engine: PerRequestEngine, name: str, *items: str) -> list[Outp
     return [output async for output in engine.generate(Request(name, seed=0), {"request": words(*items)})]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - counters are polled, as a health check does
             await asyncio.sleep(0.002)
@@ -110,7 +110,7 @@ async def test_outputs_end_with_one_finish(made):
 async def test_requests_run_side_by_side(made):
     engine, model = await made(threads=2)
     both = threading.Barrier(2)
-    model.compute = lambda item: f"{item}{both.wait(5)}"[0]
+    model.compute = lambda item: f"{item}{both.wait(30)}"[0]
     answers = await asyncio.gather(collect(engine, "a", "x"), collect(engine, "b", "y"))
     assert [answer[0].text for answer in answers] == ["x", "y"]
 
@@ -137,7 +137,7 @@ async def test_full_engine_refuses_before_it_asks_for_input(made):
     """Design 5: inputs are lazy, so that nothing upstream starts for a request that is refused."""
     engine, model = await made(max_num_seqs=1, max_queue=0)
     release = threading.Event()
-    model.compute = lambda item: str(release.wait(5))
+    model.compute = lambda item: str(release.wait(30))
     first = asyncio.ensure_future(collect(engine, "a", "x"))
     await until(lambda: counters(engine) == (1, 0))
     asked = []
@@ -181,7 +181,7 @@ class TestCancel:
         """The request is over at once; the thread goes on until its call returns."""
         engine, model = await made()
         release = threading.Event()
-        model.compute = lambda item: str(release.wait(5))
+        model.compute = lambda item: str(release.wait(30))
         task = asyncio.ensure_future(collect(engine, "a", "x"))
         await until(lambda: len(engine._admission._calls) == 1)
         task.cancel()
@@ -200,7 +200,7 @@ class TestCancel:
 
         def compute(item: str) -> str:
             ran.append(item)
-            release.wait(5)
+            release.wait(30)
             return item
 
         model.compute = compute
@@ -219,7 +219,7 @@ class TestCancel:
     async def test_cancel_while_queued(self, made):
         engine, model = await made(max_num_seqs=1)
         release = threading.Event()
-        model.compute = lambda item: str(release.wait(5))
+        model.compute = lambda item: str(release.wait(30))
         first = asyncio.ensure_future(collect(engine, "a", "x"))
         second = asyncio.ensure_future(collect(engine, "b", "y"))
         await until(lambda: counters(engine) == (1, 1))
@@ -242,7 +242,7 @@ class TestHealth:
     async def test_hang_is_noticed(self, made):
         engine, model = await made(stall_s=60)
         release = threading.Event()
-        model.compute = lambda item: str(release.wait(5))
+        model.compute = lambda item: str(release.wait(30))
         task = asyncio.ensure_future(collect(engine, "a", "x"))
         await until(lambda: len(engine._admission._calls) == 1)
         await engine.check_health()
@@ -257,7 +257,7 @@ class TestHealth:
         """With two threads every output of the other one restarted the clock: half the replica hung for ever."""
         engine, model = await made(stall_s=60, threads=2)
         release = threading.Event()
-        model.compute = lambda item: str(release.wait(10)) if item == "hang" else item
+        model.compute = lambda item: str(release.wait(30)) if item == "hang" else item
         hung = asyncio.ensure_future(collect(engine, "a", "hang"))
         await until(lambda: len(engine._admission._calls) == 1)
         for _ in range(3):
@@ -276,7 +276,7 @@ class TestHealth:
         """
         engine, model = await made(stall_s=60, threads=1)
         release = threading.Event()
-        model.compute = lambda item: str(release.wait(10))
+        model.compute = lambda item: str(release.wait(30))
         for n in range(3):
             asked = asyncio.ensure_future(collect(engine, str(n), "x"))
             await until(lambda: len(engine._admission._calls) == 1 and counters(engine) == (1, 0))

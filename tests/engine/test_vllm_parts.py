@@ -362,7 +362,7 @@ def test_a_guard_kills_what_it_is_told_to_and_what_comes_later():
     guard = ChildGuard()
     guard.add([stranger.pid])
     guard.kill()
-    assert stranger.wait(5) == -signal.SIGKILL
+    assert stranger.wait(20) == -signal.SIGKILL
     assert guard.killed
     with guard:
         child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
@@ -390,7 +390,7 @@ def test_one_dead_rank_ends_all_unless_the_engine_is_stopping(stopped: bool):
             with pytest.raises(subprocess.TimeoutExpired):
                 ranks[0].wait(LAST_WORDS_S + 0.3)
         else:
-            assert ranks[0].wait(5) == -signal.SIGKILL
+            assert ranks[0].wait(20) == -signal.SIGKILL
             watch.stop()
     finally:
         for rank in ranks:

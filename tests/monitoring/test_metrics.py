@@ -113,12 +113,12 @@ async def test_every_metric_has_data_and_says_what_happened(serving: Serving) ->
     assert total(samples, app, "requests", outcome="invalid", route=route) == 1
     assert total(samples, app, "stage_requests", stage="code2wav", outcome="failed") == 1
     assert total(samples, app, "stage_requests", stage="code2wav", outcome="refused") == refused
-    assert (
-        total(samples, app, "audio_underrun_s", "_bucket", le="0.5")
-        == total(samples, app, "audio_underrun_s", "_count") - 1
-    ), "one stream waited 0.64 s"
     streams, smooth = (total(samples, app, name) for name in ("audio_streams", "audio_continuity_ok"))
-    assert 1 <= streams - smooth < streams / 2, "more than the slow one, and a few that a busy machine held up"
+    waited = total(samples, app, "audio_underrun_s", "_count") - total(
+        samples, app, "audio_underrun_s", "_bucket", le="0.5"
+    )
+    assert 1 <= waited <= streams - smooth, "one stream waited 0.64 s, and maybe one that a busy machine held up"
+    assert streams - smooth < streams / 2, "more than the slow one, and a few that a busy machine held up"
     assert total(samples, app, "audio_seconds") >= (4 + 4 + 5) * CHUNK_S
     assert total(samples, app, "transfer_bytes", from_stage="thinker", to_stage="talker") >= 13 * 40_000 * 4
     assert total(samples, app, "stage_places", stage="code2wav") == 1

@@ -31,7 +31,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = home / "tone_tts"
     subprocess.run(["cp", "-r", PACKAGE, built], check=True)  # a build writes beside its sources
     words = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "pip", "--python", mine, "install", *words, built], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", "--python", mine, "install", *words, built], check=True, timeout=240)
     return mine
 
 

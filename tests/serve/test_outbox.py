@@ -250,7 +250,7 @@ def test_nothing_is_lost_or_reordered(script, coalesce_ms, fails):
 
         producing = asyncio.ensure_future(produce())
         got: list[list[Event]] = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             try:
                 async for batch in outbox.batches():
                     got.append(batch)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import random
+import time
 from typing import Any
 
 import httpx
@@ -148,12 +149,14 @@ async def test_one_message_per_chunk_and_hop(serving: Serving) -> None:
     app: Served = serving("ramp", config(25, 1))
     text = " ".join(["word"] * 200)
     sent = {stage: sum(s.messages for s in app.states(stage)) for stage in ("talker", "code2wav")}
+    began = time.monotonic()
     async with app.async_client() as client:
         assert await ask_speech(client, text) == oracle.pcm(text)
-    frames = 600
+    took_s, frames = time.monotonic() - began, 600
     sent = {stage: sum(s.messages for s in app.states(stage)) - n for stage, n in sent.items()}
     assert sent["code2wav"] <= frames / 25 + 2
-    assert sent["talker"] <= frames / 25 + 2
+    # a talker that lacks the CPU for its frames sends what it has, 16 lists at first and then one in 20 ms
+    assert sent["talker"] <= max(frames / 25 + 2, 18 + took_s / 0.02)
 
 
 async def test_sound_arrives_as_it_is_made(serving: Serving) -> None:
