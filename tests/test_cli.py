@@ -1,8 +1,10 @@
 """``omni-ray``: exit codes, JSON shapes, and that mistakes are answered before anything starts."""
 
+import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,25 @@ class TestServe:
         assert "/absent.yaml: cannot be read on node" in err
 
 
+class TestCheckpoint:
+    """Only what is refused: tests of the pipelines make theirs."""
+
+    def test_what_is_there_is_not_touched(self, capsys, tmp_path):
+        """A file in the directory's place was a traceback."""
+        file = tmp_path / "file"
+        file.write_text("mine")
+        for out in (file, tmp_path):
+            code, _, err = run(capsys, "checkpoint", "qwen3_omni", "--tiny", str(out))
+            assert code == 2
+            assert err.endswith(f"- {out} exists and is no empty directory\n")
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+    def test_a_kind_that_a_pipeline_does_not_make(self, capsys, tmp_path):
+        code, _, err = run(capsys, "checkpoint", "ramp", "--dummy", str(tmp_path / "new"))
+        assert code == 2
+        assert "ramp makes no dummy checkpoint; known: none" in err
+
+
 class TestDoctor:
     @pytest.fixture(autouse=True)
     def _quick(self, monkeypatch):
@@ -314,7 +335,29 @@ def test_every_help_works(capsys, argv):
 
 def test_every_command_is_tested_here():
     (commands,) = [a for a in _parser()._actions if a.dest == "command"]
-    assert set(COMMANDS) <= set(commands.choices)
+    assert set(COMMANDS) == set(commands.choices)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from parsers(inner)
+
+
+def test_every_option_says_what_it_is_and_its_true_default():
+    checked = 0
+    for parser in parsers(_parser()):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction | argparse._HelpAction | argparse._VersionAction):
+                continue
+            said = (action.help or "") % {"default": action.default}
+            assert said, f"{parser.prog} {action.dest}"
+            if action.nargs != 0 and action.default not in (None, [], "{}"):
+                assert f"(default: {action.default})" in said, f"{parser.prog} {action.dest}: {said}"
+                checked += 1
+    assert checked > 40
 
 
 def test_version(capsys):

@@ -44,12 +44,26 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         for side in "ab":
             add.add_argument(f"--{side}", required=True, metavar="COMMAND", help=f"starts server {side.upper()}")
             add.add_argument(f"--{side}-url", required=True, metavar="URL", help="its API's base, ending in /v1")
-            add.add_argument(f"--{side}-name", default=side.upper(), metavar="NAME", help="what tables call it")
-            add.add_argument(f"--{side}-model", metavar="ID", help="its model id, if not --model and not the first")
             add.add_argument(
-                f"--{side}-health", default="/health", metavar="PATH", help="answers 200 when it is up (%(default)s)"
+                f"--{side}-name",
+                default=side.upper(),
+                metavar="NAME",
+                help="what tables call it (default: %(default)s)",
             )
-        add.add_argument("--start-timeout", type=float, default=1200, metavar="S", help="(default: %(default)s)")
+            add.add_argument(f"--{side}-model", metavar="ID", help="its model id (default: that of --model)")
+            add.add_argument(
+                f"--{side}-health",
+                default="/health",
+                metavar="PATH",
+                help="answers 200 when it is up (default: %(default)s)",
+            )
+        add.add_argument(
+            "--start-timeout",
+            type=float,
+            default=1200,
+            metavar="S",
+            help="seconds in which each is up (default: %(default)s)",
+        )
         _workload(add, kind)
         add.set_defaults(run=_compare, kind=kind)
     add = kinds.add_parser("definitions", help="what each figure means", description="What each figure means.")
@@ -62,23 +76,37 @@ def _workload(add: argparse.ArgumentParser, kind: str) -> None:
     ask.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before them (default: %(default)s)")
     ask.add_argument("--concurrency", type=int, metavar="N", help="closed loop of N clients (default: 1)")
     ask.add_argument("--rate", type=float, metavar="R", help="instead: Poisson arrivals, R per second")
-    ask.add_argument("--seed", type=int, default=0, help="of texts, clips and arrivals (default: %(default)s)")
-    ask.add_argument("--extra-body", default="{}", metavar="JSON", help="further fields of every request")
+    ask.add_argument("--seed", type=int, default=0, metavar="N", help="of texts, clips and arrivals (default: 0)")
+    ask.add_argument(
+        "--extra-body", default="{}", metavar="JSON", help="further fields of every request (default: none)"
+    )
     if kind != "transcription":
         ask.add_argument("--words", type=int, default=100, metavar="N", help="words in (default: %(default)s)")
-        ask.add_argument("--max-tokens", type=int, metavar="N", help="limit of the answer; the server's if left out")
-        ask.add_argument("--voice", default="alloy", help='"" sends none (default: %(default)s)')
+        ask.add_argument("--max-tokens", type=int, metavar="N", help="limit of the answer (default: the server's)")
+        ask.add_argument("--voice", default="alloy", metavar="NAME", help='"" sends none (default: %(default)s)')
     if kind == "chat":
-        ask.add_argument("--text-only", action="store_true", help='modalities ["text"]')
+        ask.add_argument("--text-only", action="store_true", help='ask for text alone: modalities ["text"]')
     if kind != "speech":
-        ask.add_argument("--audio", metavar="FILE", help="a clip to send")
-        ask.add_argument("--audio-seconds", type=float, metavar="S", help="cut it there; without --audio: synthesise")
+        ask.add_argument(
+            "--audio", metavar="FILE", help="a clip to send (default: none, or what --audio-seconds makes)"
+        )
+        ask.add_argument(
+            "--audio-seconds", type=float, metavar="S", help="seconds of the clip; without --audio one is made"
+        )
     server = add.add_argument_group("server and output")
-    server.add_argument("--model", metavar="ID", help="the first that the server lists, if left out")
-    server.add_argument("--api-key-env", metavar="VAR", help="environment variable that holds the API key")
-    server.add_argument("--timeout", type=float, default=600, metavar="S", help="most silence (default: %(default)s)")
+    server.add_argument("--model", metavar="ID", help="model id (default: the first that the server lists)")
     server.add_argument(
-        "--continuity-threshold", type=float, default=0.1, metavar="S", help="underrun that passes (%(default)s)"
+        "--api-key-env", metavar="VAR", help="environment variable that holds the API key (default: no key)"
+    )
+    server.add_argument(
+        "--timeout", type=float, default=600, metavar="S", help="seconds of silence that end a request (default: 600)"
+    )
+    server.add_argument(
+        "--continuity-threshold",
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="seconds of underrun that pass (default: 0.1)",
     )
     server.add_argument("--output", metavar="FILE", help="write everything as JSON")
     server.add_argument("--plot", metavar="FILE", help="write a self-contained HTML page")
