@@ -74,6 +74,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(STARTED)} applications were started")
 
 
+SOON = {"health_check_period_s": 0.5}
+"""Of a deployment whose replicas a test kills: how often Serve looks for dead ones; 5 s is our default."""
 PATIENCE_S = 60
 """How long tests wait for what takes two seconds on a quiet machine; waiting ends as soon as it is so."""
 

@@ -10,6 +10,7 @@ import pytest
 
 from omni_ray.registry import pipeline_names
 from tests.conftest import Serving
+from tests.serve.test_voice_chat import CONFIG
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -24,7 +25,7 @@ def blocks(kind: str) -> list[str]:
 @pytest.mark.weights
 def test_client_blocks_run_against_voice_chat(serving: Serving, tmp_path: Path) -> None:
     """curl and openai-python exactly as printed, but for the port; a player that is not installed is left out."""
-    app = serving("voice_chat")
+    app = serving("voice_chat", CONFIG)
     ran = []
     for body in blocks("bash") + blocks("python"):
         if SERVER not in body or body.startswith("make") or "/v1/images" in body:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from omni_ray.monitoring.metrics import COMMON, IMAGE_TOKENS, IMAGES, METRICS, REQUESTS_RETRIED, Metric
-from tests.conftest import Served, Serving
+from tests.conftest import SOON, Served, Serving
 
 CONFIG: dict[str, Any] = {
     "stages": {
@@ -19,6 +19,7 @@ CONFIG: dict[str, Any] = {
             "engine": {
                 "chunk_frames": [3], "max_num_seqs": 1, "max_queue": 1, "allow_request_faults": True,
             },
+            "deployment": SOON,
         },
     },
     "ingress": {"max_concurrent_requests": 8},

@@ -16,7 +16,7 @@ from omni_ray.models.ramp import oracle
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.slack import Report, Tuning, most_loaded
 from omni_ray.serve.top import look
-from tests.conftest import Served, Serving, wait_until
+from tests.conftest import SOON, Served, Serving, wait_until
 from tests.serve.test_ramp import TEXT, ask_chat, ask_speech, chat, speech
 from tests.serve.test_takeover import WORDS, dies
 
@@ -29,7 +29,7 @@ PLACES, QUEUE = 12, 4
 @pytest.fixture
 def pair(serving: Serving) -> Served:
     """Two replicas of talker and code2wav in one process; latents reach the talker as refs, from two thinkers."""
-    two, faults = {"deployment": {"num_replicas": 2}}, {"allow_request_faults": True}
+    two, faults = {"deployment": {**SOON, "num_replicas": 2}}, {"allow_request_faults": True}
     talker = {**faults, "max_num_seqs": PLACES, "max_queue": QUEUE, "reserved_seqs": 0}
     return serving(
         "ramp",

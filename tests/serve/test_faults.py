@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import PATIENCE_S, Served, Serving, wait_until
+from tests.conftest import PATIENCE_S, SOON, Served, Serving, wait_until
 from tests.serve.crowd import CHAT, SPEECH, Hearing
 from tests.serve.test_ramp import TEXT, ask_chat, ask_speech, chat, heard, parse_sse, speech
 
@@ -29,10 +29,11 @@ def config(width: int = 3) -> dict[str, Any]:
     engine = {"allow_request_faults": True}
     return {
         "stages": {
-            "thinker": {"engine": {**engine, "latent_width": width}},
-            "talker": {"engine": engine},
-            "code2wav": {"engine": {**engine, "chunk_frames": [1, 4]}},
-        }
+            "thinker": {"engine": {**engine, "latent_width": width}, "deployment": SOON},
+            "talker": {"engine": engine, "deployment": SOON},
+            "code2wav": {"engine": {**engine, "chunk_frames": [1, 4]}, "deployment": SOON},
+        },
+        "ingress": {"deployment": SOON},
     }
 
 
@@ -251,7 +252,7 @@ async def test_speech_that_made_no_sound_yet_is_retried(app: Served) -> None:
 async def test_a_poison_request_kills_at_most_two_replicas(serving: Serving) -> None:
     """A request that kills whatever computes it is tried twice, not at every hop; others go on."""
     deploy = config()
-    deploy["stages"]["talker"]["deployment"] = {"num_replicas": 3}
+    deploy["stages"]["talker"]["deployment"] = {**SOON, "num_replicas": 3}
     app = serving("ramp", deploy)
     before = set(app.replicas()["talker"])
     async with app.async_client() as client:

@@ -21,11 +21,11 @@ SLOW = {"thinker": {"delay_ms": 70}}
 FIXED = {"takeover": False, "retry": False}
 
 
-def config(talkers: int = 1, thinkers: int = 1, **ingress: Any) -> dict[str, Any]:
-    """Latents of 240 kB: they cross as object refs."""
+def config(talkers: int = 1, thinkers: int = 1, width: int = 60_000, **ingress: Any) -> dict[str, Any]:
+    """Latents of 240 kB: they cross as object refs; narrow ones do not, and no thinker stays for them."""
     engine = {"allow_request_faults": True}
     stages: dict[str, Any] = {name: {"engine": engine} for name in ("thinker", "talker", "code2wav")}
-    stages["thinker"] = {"engine": {**engine, "latent_width": 60_000}, "deployment": {"num_replicas": thinkers}}
+    stages["thinker"] = {"engine": {**engine, "latent_width": width}, "deployment": {"num_replicas": thinkers}}
     stages["talker"]["deployment"] = {"num_replicas": talkers}
     return {"stages": stages, "ingress": {"grace_s": 60, **ingress}}
 
@@ -82,13 +82,13 @@ async def test_a_leaving_stage_stays_until_its_latents_were_read(serving: Servin
 
 async def test_other_code_never_goes_on_with_a_request(serving: Serving) -> None:
     """A talker of old code dies in its grace; only new code is there: one error event, no mixture of the two."""
-    app = serving("ramp", config(max_takeovers=3))
+    app = serving("ramp", config(width=3, max_takeovers=3))
     async with app.async_client(timeout=120) as client:
         slow = {"thinker": {"delay_ms": 1000}}  # a minute: longer than the roll-out
         running = Hearing(client, CHAT, chat(WORDS, ramp=slow))
         await asyncio.to_thread(wait_until, running.speaks)
         old = app.pids("talker")
-        changed = config(max_takeovers=3)
+        changed = config(width=3, max_takeovers=3)
         changed["stages"]["talker"]["engine"] = {"allow_request_faults": True, "frames_per_token": 4}
         rolling = asyncio.create_task(asyncio.to_thread(change, app.name, httpx.URL(app.url).path, changed))
         await asyncio.to_thread(wait_until, lambda: bool(set(app.pids("talker")) - set(old)))
@@ -114,8 +114,8 @@ async def test_another_schema_is_refused_before_output(serving: Serving) -> None
     from omni_ray.serve.builder import bind
     from omni_ray.serve.resolve import AppArgs, resolve
 
-    app = serving("ramp", config(max_takeovers=3))  # with the talker of the test before, if that has run
-    resolved = resolve("ramp", AppArgs(deploy_config=config(max_takeovers=3)))
+    app = serving("ramp", config(width=3, max_takeovers=3))  # with the talker of the test before, if that has run
+    resolved = resolve("ramp", AppArgs(deploy_config=config(width=3, max_takeovers=3)))
     newer = tuple(
         replace(alone, stages=(replace(alone.stages[0], pipeline=_with_schema(resolved.pipeline, 2)),))
         if alone.name == "talker"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import Served, Serving
+from tests.conftest import SOON, Served, Serving
 from tests.serve.test_faults import until
 from tests.serve.test_ramp import TEXT, ask_chat, chat, heard, parse_sse
 
@@ -30,7 +30,7 @@ def app(serving: Serving) -> Served:
         {
             "stages": {"thinker": stage, "talker": stage, "code2wav": {"engine": {"chunk_frames": [1, 4]}}},
             "streaming": {"first_chunk_timeout_s": SILENCE_S, "idle_timeout_s": SILENCE_S},
-            "ingress": {"recovery_wait_s": RECOVERY_WAIT_S, "max_takeovers": 50},
+            "ingress": {"recovery_wait_s": RECOVERY_WAIT_S, "max_takeovers": 50, "deployment": SOON},
         },
     )
 

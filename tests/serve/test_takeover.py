@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from omni_ray.models.ramp import oracle
-from tests.conftest import Served, Serving, wait_until
+from tests.conftest import SOON, Served, Serving, wait_until
 from tests.monitoring.test_metrics import scrape, scraped_when, total
 from tests.serve.crowd import CHAT, SPEECH, Hearing, heard, parse_sse
 from tests.serve.test_ramp import TEXT, ask_chat, chat, speech
@@ -24,7 +24,7 @@ LAST = {"thinker": 29, "talker": 89, "code2wav": 23}
 
 def config(width: int = 3, talker: dict[str, Any] | None = None, **ingress: Any) -> dict[str, Any]:
     engine = {"allow_request_faults": True}
-    two = {"deployment": {"num_replicas": 2}}
+    two = {"deployment": {**SOON, "num_replicas": 2}}
     return {
         "stages": {
             "thinker": {**two, "engine": {**engine, "latent_width": width}},

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from tests.conftest import Served, Serving, wait_until
+from tests.conftest import SOON, Served, Serving, wait_until
 from tests.serve.test_ramp import heard, parse_sse
 
 pytestmark = pytest.mark.weights
@@ -33,9 +33,13 @@ QUESTIONS = [
 ]
 
 
+CONFIG = {"stages": {"talker": {"deployment": SOON}, "code2wav": {"deployment": SOON}}}
+"""As it is by default, but for what is killed here. Shared with ``test_readme``."""
+
+
 @pytest.fixture
 def app(serving: Serving) -> Served:
-    return serving("voice_chat")
+    return serving("voice_chat", CONFIG)
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
@@ -92,15 +96,17 @@ async def say(client: httpx.AsyncClient, text: str, **more: Any) -> bytes:
 
 async def test_ten_questions_return_text_and_the_same_speech(app: Served) -> None:
     """Transcribing the returned speech gives back the returned text: at most 10 % word errors over ten answers."""
-    wrong = total = 0
     async with app.async_client() as client:
-        for question in QUESTIONS:
+
+        async def answer(question: str) -> tuple[int, int]:
+            """Word errors, and words, of what is said to ``question``."""
             response = await client.post("/v1/chat/completions", json=chat(question))
             pcm, text = heard(parse_sse(response.text))
             assert text
             understood = await transcribe(client, wav(np.frombuffer(pcm, "<i2")))
-            wrong += errors(words(text), words(understood))
-            total += len(words(text))
+            return errors(words(text), words(understood)), len(words(text))
+
+        wrong, total = map(sum, zip(*await asyncio.gather(*map(answer, QUESTIONS)), strict=True))
     assert wrong <= 0.1 * total, f"{wrong} word errors in {total} words"
 
 
@@ -116,14 +122,16 @@ async def test_a_spoken_question_in_every_format(app: Served) -> None:
             "ogg": wav(pcm, format="OGG"),
             "stereo": wav(stereo_44k, 44100),
         }
-        answers = {}
-        for name, sound in sounds.items():
-            declared = name if name in ("wav", "mp3") else "wav"
-            response = await client.post("/v1/chat/completions", json=chat(spoken(sound, declared), stream=False))
+
+        async def answer(name: str) -> str:
+            content = spoken(sounds[name], name if name in ("wav", "mp3") else "wav")
+            response = await client.post("/v1/chat/completions", json=chat(content, stream=False))
             assert response.status_code == 200, response.text
             (choice,) = response.json()["choices"]
             assert len(base64.b64decode(choice["message"]["audio"]["data"])) > 24000
-            answers[name] = choice["message"]["content"]
+            return str(choice["message"]["content"])
+
+        answers = dict(zip(sounds, await asyncio.gather(*map(answer, sounds)), strict=True))
     assert all("Paris" in text for text in answers.values()), answers
 
 
@@ -260,7 +268,7 @@ LONG_SPEECH = {
 
 @pytest.fixture(scope="module")
 def undisturbed(serving: Serving) -> bytes:
-    with serving("voice_chat").client(timeout=200) as client:
+    with serving("voice_chat", CONFIG).client(timeout=200) as client:
         pcm = client.post("/v1/audio/speech", json=LONG_SPEECH).content
     assert len(pcm) > 40 * 48_000
     return pcm
