@@ -145,23 +145,21 @@ def test_serve_build_and_deploy(head: dict[str, str], tmp_path: Path) -> None:
             pool.submit(run, *BUILD, "-o", str(ours), env=head),
         ]:
             each.result()
-    for file in (ours, built):
+    config, apps = {}, []
+    for file in (built, ours):
         config = yaml.safe_load(file.read_text())
         ServeDeploySchema.model_validate(config)
         (app,) = config["applications"]
         assert ("deployments" in app) == (file == built)
-        config["http_options"] |= {"port": HTTP_PORT, "request_timeout_s": 60}
-        app["route_prefix"] = "/"
         app["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-        if file == built:
-            config["applications"].append(overridden(yaml.safe_load(ours.read_text())["applications"][0]))
-        file.write_text(yaml.safe_dump(config))
-        if file == ours:
-            run("serve", "deploy", str(file), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
-        else:
-            deploy(head, config)
-        wait_until(lambda: answers(f"http://127.0.0.1:{HTTP_PORT}"), 180)
-    logs = Path(head["RAY_TMPDIR"]).glob("ray/session_*/logs/serve/replica_ramp_ingress_*.log")
+        apps.append({**app, "name": file.stem, "route_prefix": f"/{file.stem}"})
+    config["http_options"] |= {"port": HTTP_PORT, "request_timeout_s": 60}
+    config["applications"] = [*apps, overridden(apps[1])]
+    ours.write_text(yaml.safe_dump(config))
+    run("serve", "deploy", str(ours), "--address", head["RAY_DASHBOARD_ADDRESS"], env=head)
+    for app in apps:
+        wait_until(lambda url=f"http://127.0.0.1:{HTTP_PORT}{app['route_prefix']}": answers(url), 180)
+    logs = Path(head["RAY_TMPDIR"]).glob("ray/session_*/logs/serve/replica_ours_ingress_*.log")
     assert any("http_options.request_timeout_s is 60 s, but one answer may speak" in log.read_text() for log in logs)
     expected = (
         "DEPLOY_FAILED",

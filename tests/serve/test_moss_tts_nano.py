@@ -42,25 +42,24 @@ async def test_a_reference_voice_is_heard(app: Served):
         assert len(answers) == 3
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"ref_text": "ah"}, "ref_audio"),
-        ({"ref_audio": "!!"}, "ref_audio"),
-        ({"ref_audio": base64.b64encode(b"no audio").decode()}, "ref_audio"),
-        ({"ref_audio": recording(31)}, "ref_audio"),
-        ({"ref_audio": 7}, "ref_audio"),
-        ({"ref_audio": ""}, "ref_audio"),
-        ({"ref_audio": recording(), "ref_text": "x" * 2001}, "ref_text"),
-    ],
-)
-def test_bad_references_are_400_naming_the_field(app: Served, more: dict[str, Any], param: str):
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"ref_text": "ah"}, "ref_audio"),
+    ({"ref_audio": "!!"}, "ref_audio"),
+    ({"ref_audio": base64.b64encode(b"no audio").decode()}, "ref_audio"),
+    ({"ref_audio": recording(31)}, "ref_audio"),
+    ({"ref_audio": 7}, "ref_audio"),
+    ({"ref_audio": ""}, "ref_audio"),
+    ({"ref_audio": recording(), "ref_text": "x" * 2001}, "ref_text"),
+]
+
+
+def test_bad_references_are_400_naming_the_field(app: Served):
     """C04: the next good request succeeds."""
     with app.client() as client:
-        response = client.post("/v1/audio/speech", json=speech(**more))
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"] == param
-        assert client.post("/v1/audio/speech", json=speech("Hi.")).status_code == 200
+        for more, param in BAD:
+            response = client.post("/v1/audio/speech", json=speech(**more))
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+            assert client.post("/v1/audio/speech", json=speech("Hi.")).status_code == 200
 
 
 def test_hanging_up_closes_the_generator(app: Served):

@@ -152,7 +152,8 @@ async def test_log_lines_are_json_with_our_ids_and_nothing_that_was_said(serving
 
 
 async def test_content_is_logged_where_asked(serving: Serving) -> None:
-    app = serving("ramp", {"observe": {"log_content": True}, "ingress": {"deployment": LOGS}})
+    together = {"colocate": ["thinker", "talker", "code2wav"]}  # sooner there than four processes
+    app = serving("ramp", {**together, "observe": {"log_content": True}, "ingress": {"deployment": LOGS}})
     await ask(app, chat(f"{SECRET} three"))
     lines = await asyncio.to_thread(log_lines, app, lambda lines: any("content" in line for line in lines))
     (line,) = [line for line in lines if line["message"].startswith("content of request")]

@@ -23,7 +23,9 @@ def recording(seconds: float = 0.5, rate: int = 16_000) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def deterministic_app(serving: Serving, name: str, make_tiny: Callable[[Path], None], out: Path, frames: int) -> Served:
+def deterministic_app(
+    serving: Serving, name: str, make_tiny: Callable[[Path], None], out: Path, frames: int, **more: Any
+) -> Served:
     """A pipeline of talker and code2wav on its tiny checkpoint; answers end after ``frames``."""
     make_tiny(out)
     talker = {
@@ -31,7 +33,7 @@ def deterministic_app(serving: Serving, name: str, make_tiny: Callable[[Path], N
         "sampling": {"max_tokens": frames},
     }
     code2wav = {"engine": {"deterministic": True}}
-    return serving(name, {"model": str(out), "stages": {"talker": talker, "code2wav": code2wav}})
+    return serving(name, {"model": str(out), "stages": {"talker": talker, "code2wav": code2wav}, **more})
 
 
 def speech(model: str, text: str = TEXT, **more: Any) -> dict[str, Any]:
