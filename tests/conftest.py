@@ -148,10 +148,7 @@ class Served:
 
     def working(self) -> dict[str, int]:
         """The same without the ingress."""
-        return {
-            stage: sum(s.ongoing + s.engine.running + s.engine.queued for s in self.states(stage))
-            for stage in self.stages()
-        }
+        return {stage: sum(map(alive_in, self.states(stage))) for stage in self.stages()}
 
     def stages(self) -> list[str]:
         return list(self.deployments)
@@ -187,14 +184,16 @@ class Served:
             deployments = serve.status().applications[self.name].deployments
         except RayActorError:  # the controller is being replaced
             return False
-        for name, deployment in deployments.items():
-            replicas = {state: count for state, count in deployment.replica_states.items() if count}
-            if deployment.status != "HEALTHY" or set(replicas) != {"RUNNING"}:
+        for name in sorted(deployments, key=lambda name: name != "ingress"):  # once it rests, no stage gets more work
+            replicas = {state: count for state, count in deployments[name].replica_states.items() if count}
+            if deployments[name].status != "HEALTHY" or set(replicas) != {"RUNNING"}:
                 return False
             answers = self._ask_once(name, "active" if name == "ingress" else "state")
             if answers is None or len(answers) != replicas["RUNNING"]:
                 return False
-        return httpx.get(f"{self.url}/ready").status_code == 200 and not any(self.ongoing().values())
+            if any(answers if name == "ingress" else (alive_in(state) for answer in answers for state in answer)):
+                return False
+        return httpx.get(f"{self.url}/ready").status_code == 200
 
     def pids(self, stage: str) -> list[int]:
         """Process ids of the stage's replicas, once there is one; others' clusters on this machine are not asked."""
@@ -210,6 +209,11 @@ class Served:
 
         wait_until(some)
         return found
+
+
+def alive_in(state: Any) -> int:
+    """Requests that the replica with this ``StageState`` works on."""
+    return int(state.ongoing + state.engine.running + state.engine.queued)
 
 
 @pytest.fixture(scope="session")
