@@ -16,13 +16,13 @@ def health_routes(service: Service) -> APIRouter:
     router = APIRouter(responses=ERRORS)
 
     @router.head("/health", include_in_schema=False)
-    @router.get("/health")
+    @router.get("/health", response_description="the answer")
     async def health() -> dict[str, str]:
         """Liveness: says nothing about stages."""
         return {"status": "healthy"}
 
     @router.head("/ready", include_in_schema=False)
-    @router.get("/ready")
+    @router.get("/ready", response_description="the answer")
     async def ready() -> JSONResponse:
         """Readiness: 503 with the stages that do not answer, and why."""
         readiness = await service.dispatcher.readiness()

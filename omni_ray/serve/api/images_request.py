@@ -21,16 +21,16 @@ _MAX_PROMPT = 32_000
 class ImagesBody(OpenAIModel):
     """OpenAI's fields, and vLLM-Omni's from ``negative_prompt`` on."""
 
-    model: str = Field(default="", description="the served model, which may be left out")
+    model: str = Field(default="", description="the served model's id, which may be left out")
     prompt: str = Field(min_length=1, max_length=_MAX_PROMPT)
-    n: int | None = Field(default=None, ge=1, description="pictures; the later ones are those of the seeds that follow")
+    n: int | None = Field(default=None, ge=1, description="pictures, each of the next seed; 1 if streamed")
     size: str | None = Field(default=None, pattern=r"^(auto|[1-9]\d{1,4}x[1-9]\d{1,4})$")
-    response_format: Literal["b64_json"] | None = None
+    response_format: Literal["b64_json"] | None = Field(default=None, description="base64 is all there is")
     output_format: ImageFormat | None = None
     output_compression: int | None = Field(default=None, ge=0, le=100, description="quality of jpeg and webp")
     background: Literal["auto", "opaque"] | None = None
     stream: bool | None = None
-    partial_images: int | None = Field(default=None, ge=0, le=3, description="only with stream")
+    partial_images: int | None = Field(default=None, ge=0, le=3, description="pictures on the way, if streamed")
     negative_prompt: str | None = Field(default=None, max_length=_MAX_PROMPT)
     num_inference_steps: int | None = Field(default=None, ge=1)
     guidance_scale: float | None = Field(default=None, ge=0, le=100)

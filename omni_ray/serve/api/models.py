@@ -17,12 +17,12 @@ def model_routes(service: Service) -> APIRouter:
         "owned_by": "omni_ray",
     }
 
-    @router.get("/models")
+    @router.get("/models", response_description="the answer")
     async def list_models() -> dict[str, Any]:
         """The served model."""
         return {"object": "list", "data": [model]}
 
-    @router.get("/models/{model_id:path}")
+    @router.get("/models/{model_id:path}", response_description="the answer")
     async def retrieve_model(model_id: str) -> dict[str, Any]:
         """The served model, by its id."""
         service.check_model(model_id)

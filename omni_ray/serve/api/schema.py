@@ -4,6 +4,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from omni_ray.serve.api.field_notes import NOTES
+
 _ERROR: Final[dict[str, Any]] = {
     "description": "OpenAI's error body; `param` names the field at fault",
     "content": {
@@ -51,6 +53,9 @@ def form_body(model: type[BaseModel], served: str) -> dict[str, Any]:
 
 def _body(content_type: str, schema: dict[str, Any], served: str) -> dict[str, Any]:
     schema["properties"]["model"]["enum"] = [served]
+    for name, field in schema["properties"].items():
+        if name in NOTES:
+            field.setdefault("description", NOTES[name])
     inlined = _inline(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {content_type: {"schema": inlined}}}}
 

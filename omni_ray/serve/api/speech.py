@@ -51,7 +51,7 @@ def speech_routes(service: Service) -> APIRouter:
             call = await read_json(body, model, lambda parsed: read_speech(service, parsed, plan, info, extras))
         return LiveResponse(_answer(service, call, plan, info), info, service.dispatcher.config)
 
-    @router.get("/audio/voices")
+    @router.get("/audio/voices", response_description="the answer")
     async def list_voices() -> dict[str, Any]:
         """The voices of the served model."""
         if "audio" not in service.dispatcher.pipeline.output_kinds():

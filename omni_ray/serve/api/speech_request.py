@@ -38,8 +38,8 @@ class SpeechBody(OpenAIModel):
     voice: Any = None
     response_format: Any = Field(default=None, description="mp3 (default), opus, flac, wav or pcm")
     speed: float | None = Field(default=None, ge=0.25, le=4)
-    stream_format: Any = Field(default=None, description='"audio" (default): raw bytes; "sse": events')
-    stream: bool | None = Field(default=None, description="true alone means sse; false: the whole file at once")
+    stream_format: Any = Field(default=None, description='"audio" (default): raw bytes; "sse": server-sent events')
+    stream: bool | None = Field(default=None, description="true alone means events; false: the whole file at once")
     sample_rate: int | None = None
     instructions: str | None = Field(default=None, max_length=_MAX_INSTRUCTIONS)
     language: str | None = None

@@ -34,7 +34,7 @@ class TranscriptionForm(BaseModel):
 
     model: str
     language: str | None = None
-    response_format: ResponseFormat = "json"
+    response_format: ResponseFormat = Field(default="json", description="json or text if streamed")
     temperature: float | None = Field(default=None, ge=0, le=1)
     stream: bool = False
 

@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from omni_ray.engine.types import Finish, ImageChunk, Output
+from omni_ray.serve.api.field_notes import NOTES
 from omni_ray.serve.events import OutputEvent
 
 RUNS = int(os.environ.get("FUZZ", "15"))
@@ -57,6 +58,19 @@ def test_the_document_and_the_server_agree(case: Any) -> None:
 @SHORT
 def test_they_agree_where_there_are_pictures(case: Any) -> None:
     check(case, PAINTER_FAKE)
+
+
+def test_every_field_and_answer_says_what_it_is() -> None:
+    """A model's own extra field says it in its model's docstring."""
+    described = set()
+    for operation in (o for path in app_of(FAKE).openapi()["paths"].values() for o in path.values()):
+        assert operation["description"]
+        assert operation["responses"]["200"]["description"] == "the answer"
+        for content in operation.get("requestBody", {"content": {}})["content"].values():
+            for name, field in content["schema"]["properties"].items():
+                assert any("description" in said for said in (field, *field.get("anyOf", ()))), (operation, name)
+                described.add(name)
+    assert set(NOTES) <= described, "notes of fields that no route has"
 
 
 def check(case: Any, fake: FakeDispatcher) -> None:
