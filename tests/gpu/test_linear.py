@@ -8,12 +8,15 @@ import torch
 from torch.nn.functional import silu
 
 
-@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fetched"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize("rows", [2, 3, 70])
-def test_a_norm_takes_the_squares_that_the_product_before_left(device: str, rows: int, fetched: bool) -> None:
+def test_a_norm_takes_the_squares_that_the_product_before_left(
+    device: str, dtype: torch.dtype, rows: int, fetched: bool
+) -> None:
     from omni_ray.engine.kernels.linear import FEW, Tiles, linear, parts_of
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     tiles = Tiles(64, 16, 64, 4, 3, fetched=True) if fetched and rows > FEW else None
     torch.manual_seed(0)
     inputs, hidden, width = 64, 128, 40
