@@ -523,7 +523,7 @@ async def test_cut_answers_and_no_audio_at_all(text_reason: str, audio_reason: s
     assert not samples.any()
 
 
-async def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats(virtual_time: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "HEARTBEAT_S", 0.02)
     words = text("one ", "two")
     fake = FakeDispatcher(script=[words[0], 0.15, *words[1:]])
