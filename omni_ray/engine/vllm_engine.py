@@ -73,18 +73,18 @@ class VLLMEngine(Engine):
         self._vllm = await asyncio.to_thread(
             start_vllm, self._name, self._options, checkpoint, self.context.load_format, max(0, end - clock())
         )
-        if self._options.tensor_parallel_size > 1:
-            await self._vllm.watch_ranks()
-        if self._options.warm_up:
-            try:
-                async with asyncio.timeout_at(end):
+        try:
+            async with asyncio.timeout_at(end):
+                if self._options.tensor_parallel_size > 1:
+                    await self._vllm.watch_ranks()
+                if self._options.warm_up:
                     await self._warm_up(self._vllm)
-            except Exception as error:  # whatever it is: what a warm-up fails with, requests would fail with
-                why = self._vllm.why_dead() if isinstance(error, EngineDeadError) else f"{error!r}"
-                if isinstance(error, TimeoutError):
-                    why = f"not ready within start_timeout_s, {limit:g} s"
-                await self.stop()
-                raise ConfigError([f"stage {self._name!r}: vLLM failed while it warmed up: {why}"]) from error
+        except Exception as error:  # whatever it is: what a warm-up fails with, requests would fail with
+            why = self._vllm.why_dead() if isinstance(error, EngineDeadError) else f"{error!r}"
+            if isinstance(error, TimeoutError):
+                why = f"not ready within start_timeout_s, {limit:g} s"
+            await self.stop()
+            raise ConfigError([f"stage {self._name!r}: vLLM failed while it warmed up: {why}"]) from error
         if checkpoint.keeps_rows:  # from here on: no rows of a warm-up
             self._rows = HiddenRows(self._vllm.llm)
             await self._rows.attach()

@@ -9,6 +9,7 @@ from omni_ray.engine.options import EngineOptions
 RESERVED: Final = frozenset({
     "model", "tokenizer", "load_format", "disable_log_stats", "distributed_executor_backend", "worker_extension_cls",
     "hf_overrides", "generation_config", "skip_tokenizer_init", "data_parallel_size", "pipeline_parallel_size",
+    "language_model_only",
 })  # fmt: skip
 """vLLM's arguments that follow from the stage, or that our use of vLLM rests on."""
 

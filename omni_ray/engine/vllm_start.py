@@ -1,6 +1,7 @@
 """Starts and stops vLLM for one stage: its arguments, and the environment of its processes."""
 
 import dataclasses
+import json
 import logging
 import os
 import threading
@@ -112,8 +113,7 @@ def start_vllm(
     late.start()
     try:
         with _environment(_variables(options, checkpoint, errors)), guard:
-            if checkpoint.architecture is not None:
-                _import_model(checkpoint.architecture)
+            _import_model(checkpoint)
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
         why = errors.first() or f"{type(error).__name__}: {error}"[:LONGEST]
@@ -170,7 +170,9 @@ def _arguments(
             arguments[name] = value
     if options.compilation_config:
         arguments["compilation_config"] = options.compilation_config
-    if checkpoint.limit_mm_per_prompt is not None:
+    if checkpoint.limit_mm_per_prompt is None:
+        arguments["language_model_only"] = True  # else what sees and hears is loaded, and tried at its largest
+    else:
         arguments["limit_mm_per_prompt"] = {**checkpoint.limit_mm_per_prompt, **options.limit_mm_per_prompt}
         arguments["mm_processor_cache_gb"] = options.mm_processor_cache_gb
     if checkpoint.architecture is not None:
@@ -203,10 +205,16 @@ def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLo
     return variables
 
 
-def _import_model(architecture: str) -> None:
-    """Import our model class here, where vLLM needs it anyway; else it starts a process only to look at it."""
+def _import_model(checkpoint: VLLMCheckpoint) -> None:
+    """Import the model's class here; else vLLM starts a process, which imports all of vLLM, only to look at the class.
+
+    What it saw there it keeps on disk, but a new container has no such files.
+    """
     load_general_plugins()
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    own: list[str] = json.loads((checkpoint.directory / "config.json").read_text()).get("architectures") or []
+    for name in own if checkpoint.architecture is None else (checkpoint.architecture,):
+        if name in ModelRegistry.models:  # others are transformers' own, if they are anybody's
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @contextmanager
