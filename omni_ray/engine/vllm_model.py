@@ -26,7 +26,7 @@ class VLLMCheckpoint:
         directory: with config, weights and tokenizer.
         architecture: a class of ours, as registered with vLLM; None takes the checkpoint's own.
         keeps_rows: that class keeps hidden rows (``vllm_compat``).
-        limit_mm_per_prompt: most media of each kind in one prompt; None for text only: what sees or hears is not loaded.
+        limit_mm_per_prompt: most media of each kind in one prompt; None for text only: then no tower is loaded.
         max_positions: of prompt and answer together, where the model may have fewer than ``max_model_len``.
     """
 
