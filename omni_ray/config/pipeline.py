@@ -134,6 +134,16 @@ class Voices(StrictModel):
     default: str | None = None
     aliases: dict[str, str] = Field(default_factory=dict)
 
+    def problems(self) -> list[str]:
+        """Names that lead to no voice, each with the nearest known one."""
+        out = []
+        if self.default is not None and self.default not in self.names:
+            out.append(f"voices.default {self.default!r} is unknown; {suggest(self.default, self.names)}")
+        for alias, voice in self.aliases.items():
+            if voice not in self.names:
+                out.append(f"voices.aliases.{alias}: unknown voice {voice!r}; {suggest(voice, self.names)}")
+        return out
+
 
 class VideoSampling(StrictModel):
     """Which frames of a video reach the stages, spread evenly over all of them.
@@ -247,41 +257,39 @@ class PipelineConfig(StrictModel):
             for engine in stage.engine_archs:
                 if engine not in (stage.engine, *stage.engine_choices):
                     out.append(f"{where}.engine_archs: {engine!r} is no engine of this stage")
-            for i, edge in enumerate(stage.inputs):
-                key = f"{where}, inputs[{i}]"
-                if edge.source == REQUEST:
-                    if not edge.parts:
-                        out.append(f"{key}.parts: a request edge must list the request parts it takes")
-                    if edge.carries_refs:
-                        out.append(f"{key}.carries_refs: a request edge has no upstream stage")
-                elif edge.source not in names:
-                    out.append(f"{key}.source: unknown stage {edge.source!r}; {suggest(edge.source, names)}")
-                elif (first := [e.source for e in stage.inputs].index(edge.source)) < i:
-                    out.append(f"{key}.source: {edge.source!r} feeds this stage already by inputs[{first}]")
-                elif edge.takes not in (None, made := self.stage(edge.source).final_output_type):
-                    out.append(
-                        f"{key}: takes {edge.takes}, but stage {edge.source!r} makes {made or 'no final output'}"
-                    )
-                if edge.rewrites is not None and edge.takes != _MADE_FROM[edge.rewrites]:
-                    out.append(f"{key}.rewrites: {edge.rewrites} are made from a {_MADE_FROM[edge.rewrites]}")
-                if ":" not in edge.processor:
-                    out.append(f"{key}.processor: {edge.processor!r} is no 'module:function'")
+            for i in range(len(stage.inputs)):
+                out += self._edge_problems(stage, i, f"{where}, inputs[{i}]")
         for kind in self.output_kinds():
             makers = [s.name for s in self.stages if s.final_output_type == kind]
             if len(makers) > 1:
                 out.append(f"pipeline {self.name!r}: {kind} is the final output of {' and '.join(makers)}; one may be")
         if not self.output_kinds():
             out.append(f"pipeline {self.name!r}: no stage has a final_output_type, nothing can be asked for")
-        if self.voices.default is not None and self.voices.default not in self.voices.names:
-            known = suggest(self.voices.default, self.voices.names)
-            out.append(f"pipeline {self.name!r}: voices.default {self.voices.default!r} is unknown; {known}")
-        for alias, voice in self.voices.aliases.items():
-            if voice not in self.voices.names:
-                known = suggest(voice, self.voices.names)
-                out.append(f"pipeline {self.name!r}: voices.aliases.{alias}: unknown voice {voice!r}; {known}")
+        out += [f"pipeline {self.name!r}: {problem}" for problem in self.voices.problems()]
         if not out:
             try:
                 self.topological()
             except ValueError as error:
                 out.append(f"pipeline {self.name!r}: {error}")
+        return out
+
+    def _edge_problems(self, stage: StagePipelineConfig, index: int, key: str) -> list[str]:
+        """What is wrong with one input of ``stage``; ``key`` leads to it."""
+        out: list[str] = []
+        edge, sources, names = stage.inputs[index], [e.source for e in stage.inputs], [s.name for s in self.stages]
+        if edge.source == REQUEST:
+            if not edge.parts:
+                out.append(f"{key}.parts: a request edge must list the request parts it takes")
+            if edge.carries_refs:
+                out.append(f"{key}.carries_refs: a request edge has no upstream stage")
+        elif edge.source not in names:
+            out.append(f"{key}.source: unknown stage {edge.source!r}; {suggest(edge.source, names)}")
+        elif (first := sources.index(edge.source)) < index:
+            out.append(f"{key}.source: {edge.source!r} feeds this stage already by inputs[{first}]")
+        elif edge.takes not in (None, made := self.stage(edge.source).final_output_type):
+            out.append(f"{key}: takes {edge.takes}, but stage {edge.source!r} makes {made or 'no final output'}")
+        if edge.rewrites is not None and edge.takes != _MADE_FROM[edge.rewrites]:
+            out.append(f"{key}.rewrites: {edge.rewrites} are made from a {_MADE_FROM[edge.rewrites]}")
+        if ":" not in edge.processor:
+            out.append(f"{key}.processor: {edge.processor!r} is no 'module:function'")
         return out

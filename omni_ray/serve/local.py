@@ -48,15 +48,11 @@ def serve_here(
     stop, hurry = threading.Event(), threading.Event()
     # replicas import `graphs` and relative paths from here, as with `serve run`
     os.environ.setdefault("PYTHONPATH", os.getcwd())
-    # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         join(address, log_to_driver=True)
     else:
-        in_haproxy_mode = haproxy.SETTINGS if os.environ.get(haproxy.ENABLED) == "1" else {}
-        for setting, value in {**NODE_SETTINGS, **in_haproxy_mode}.items():
-            os.environ.setdefault(setting, value)
-        ray.init(address="local", log_to_driver=True)
+        _start_ray()
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
     started = ran = False
@@ -86,6 +82,15 @@ def serve_here(
         if address is None:  # other applications of somebody's cluster are none of our business
             serve.shutdown()
         ray.shutdown()
+
+
+def _start_ray() -> None:
+    """A cluster of this machine alone, with the settings that its nodes need."""
+    in_haproxy_mode = haproxy.SETTINGS if os.environ.get(haproxy.ENABLED) == "1" else {}
+    for setting, value in {**NODE_SETTINGS, **in_haproxy_mode}.items():
+        os.environ.setdefault(setting, value)
+    # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost
+    ray.init(address="local", log_to_driver=True)
 
 
 def _drain(name: str, grace_s: float, hurry: threading.Event) -> None:

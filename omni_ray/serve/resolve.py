@@ -33,6 +33,7 @@ from omni_ray.serve.serve_options import (
     ServeOptions,
     StageDeployment,
     derive,
+    most_replicas,
 )
 from omni_ray.serve.specs import DeploymentSpec, IngressSpec, StageSpec
 
@@ -138,9 +139,7 @@ def _deployments(
 ) -> tuple[list[DeploymentSpec], IngressSpec | None]:
     """Specs of every deployment; what is wrong goes to ``problems``."""
     block = _block(IngressDeployment, config.ingress.deployment, where, ("ingress", "deployment"), problems)
-    ingresses = 1
-    if block is not None:
-        ingresses = block.autoscaling_config.max_replicas if block.autoscaling_config else block.num_replicas or 1
+    ingresses = 1 if block is None else most_replicas(block)
     admitted = config.ingress.max_concurrent_requests * ingresses
     seconds = config.ingress.max_audio_seconds or pipeline.max_audio_seconds
     grace = config.ingress.grace_s or seconds + 30

@@ -119,16 +119,7 @@ def derive(
     if devices > 1 and actor.num_gpus is None:
         gpus = float(devices)
     prefix = f"stages.{stage}.deployment" if declared else f"{stage}.deployment"
-    problems = []
-    if block.num_replicas is not None and block.autoscaling_config is not None:
-        problems.append(f"{prefix}: num_replicas and autoscaling_config exclude each other; keep one")
-    if gpus > 1 and gpus != int(gpus):
-        problems.append(f"{prefix}.ray_actor_options.num_gpus: {gpus} is neither a fraction nor whole")
-    if gpus and block.max_replicas_per_node is not None:
-        problems.append(f"{prefix}.max_replicas_per_node: not combinable with a placement group (num_gpus)")
-    if not gpus and block.placement_group_strategy is not None:
-        problems.append(f"{prefix}.placement_group_strategy: has no effect without num_gpus")
-    if problems:
+    if problems := _contradictions(block, gpus, prefix):
         raise ConfigError(problems)
     ray_actor_options: dict[str, Any] = actor.model_dump(exclude_none=True, exclude_defaults=True)
     ray_actor_options.update(num_cpus=cpus, num_gpus=gpus)
@@ -146,14 +137,7 @@ def derive(
     else:
         options["num_replicas"] = block.num_replicas or 1
     if gpus:
-        # a stage that holds a GPU has its own placement group; bundle 0 equals the actor's options
-        bundle = {"CPU": cpus, "GPU": gpus, **actor.resources, **({"memory": actor.memory} if actor.memory else {})}
-        if actor.accelerator_type:  # Ray turns it into this resource of the actor, which must find it in its bundle
-            bundle[f"accelerator_type:{actor.accelerator_type}"] = 0.001
-        options["placement_group_bundles"] = [bundle]
-        if actor.label_selector:  # or the group is reserved on a node where the actor may not run
-            options["placement_group_bundle_label_selector"] = [actor.label_selector]
-        options["placement_group_strategy"] = block.placement_group_strategy or "STRICT_PACK"
+        options |= _placement_group(block, cpus, gpus)
     for name in ("max_replicas_per_node", "rolling_update_percentage", "max_surge_percent", "logging_config"):
         if (value := block.model_dump(exclude_unset=True).get(name)) is not None:
             options[name] = value
@@ -162,7 +146,7 @@ def derive(
         num_cpus=cpus,
         num_gpus=gpus,
         resources=actor.resources,
-        num_replicas=_replicas(block),
+        num_replicas=most_replicas(block),
         max_ongoing_requests=max_ongoing_requests,
         graceful_shutdown_timeout_s=grace_s,
         autoscaled=scaling is not None,
@@ -172,7 +156,32 @@ def derive(
     )
 
 
-def _replicas(block: DeploymentBlock) -> int:
+def _contradictions(block: DeploymentBlock, gpus: float, prefix: str) -> list[str]:
+    problems = []
+    if block.num_replicas is not None and block.autoscaling_config is not None:
+        problems.append(f"{prefix}: num_replicas and autoscaling_config exclude each other; keep one")
+    if gpus > 1 and gpus != int(gpus):
+        problems.append(f"{prefix}.ray_actor_options.num_gpus: {gpus} is neither a fraction nor whole")
+    if gpus and block.max_replicas_per_node is not None:
+        problems.append(f"{prefix}.max_replicas_per_node: not combinable with a placement group (num_gpus)")
+    if not gpus and block.placement_group_strategy is not None:
+        problems.append(f"{prefix}.placement_group_strategy: has no effect without num_gpus")
+    return problems
+
+
+def _placement_group(block: DeploymentBlock, cpus: float, gpus: float) -> dict[str, Any]:
+    """A stage that holds a GPU has its own placement group; bundle 0 equals the actor's options."""
+    actor = block.ray_actor_options
+    bundle = {"CPU": cpus, "GPU": gpus, **actor.resources, **({"memory": actor.memory} if actor.memory else {})}
+    if actor.accelerator_type:  # Ray turns it into this resource of the actor, which must find it in its bundle
+        bundle[f"accelerator_type:{actor.accelerator_type}"] = 0.001
+    options: dict[str, Any] = {"placement_group_bundles": [bundle]}
+    if actor.label_selector:  # or the group is reserved on a node where the actor may not run
+        options["placement_group_bundle_label_selector"] = [actor.label_selector]
+    return {**options, "placement_group_strategy": block.placement_group_strategy or "STRICT_PACK"}
+
+
+def most_replicas(block: DeploymentBlock) -> int:
     """The most replicas there can be."""
     if block.autoscaling_config is not None:
         return int(block.autoscaling_config.max_replicas)
