@@ -116,7 +116,7 @@ class TestPlan:
         assert talker["placement_group"] == [{"CPU": 0.1, "GPU": 0.5}]
         assert report["total"] == {"CPU": 0.5, "GPU": 1.0}
 
-    @pytest.mark.parametrize("command", ["plan", "serve"])
+    @pytest.mark.parametrize("command", ["plan", "serve", "top"])
     def test_no_cluster_at_the_address(self, capsys, command):
         """``ray.init`` tried a dead address for more than eight minutes, without a word."""
         code, _, err = run(capsys, command, "ramp", "--address", "127.0.0.1:1")

@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from omni_ray.errors import ConfigError
+from omni_ray.serve.cluster import join
 from omni_ray.serve.running_stage import StageState
 
 ANSWER_S = 5.0
@@ -52,10 +53,7 @@ def top(application: str | None, address: str | None, once: bool, every_s: float
         ConfigError: no such application, or no cluster.
     """
     if not ray.is_initialized():
-        try:
-            ray.init(address=address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False)
-        except (ConnectionError, ValueError) as error:
-            raise ConfigError([f"no Ray cluster to look at; give --address ({error})"]) from error
+        join(address or os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False)
     while True:
         text = render(look(application))
         if once:
