@@ -13,8 +13,7 @@ from omni_ray.serve.api.chat_chunks import ChatShapes
 from omni_ray.serve.api.chat_models import chat_body
 from omni_ray.serve.api.chat_request import ChatCall, chat_route_exists, read_chat
 from omni_ray.serve.api.deltas import deltas_of
-from omni_ray.serve.api.errors import error_body, public_error
-from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, failed, opened
 from omni_ray.serve.api.media import decode_clips
 from omni_ray.serve.api.priority import CHAT
 from omni_ray.serve.api.request_log import RequestInfo, info_of
@@ -79,7 +78,6 @@ async def _answer(service: Service, call: ChatCall, clips: tuple[Clip, ...], inf
                 for piece in shapes.pieces(delta):
                     yield piece
         except Exception as error:
-            info.outcome = type(error).__name__
-            yield sse.failure("chat", error_body(public_error(error, info.request_id)))
+            yield failed("chat", error, info)
         else:
             yield sse.DONE

@@ -13,9 +13,8 @@ from omni_ray.image import ImageFormat
 from omni_ray.serve.api import sse
 from omni_ray.serve.api.body import read_json, with_extras
 from omni_ray.serve.api.deltas import Delta, Ended, PictureDelta, StepDelta, deltas_of
-from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.images_request import ImagesBody, ImagesCall, read_images
-from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, failed, opened
 from omni_ray.serve.api.pictures import Picture, Pictures
 from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
@@ -66,8 +65,7 @@ async def _answer(service: Service, call: ImagesCall, plan: Plan, info: RequestI
             async for piece in _streamed(deltas, call.format, created):
                 yield piece
         except Exception as error:
-            info.outcome = type(error).__name__
-            yield sse.failure("images", error_body(public_error(error, info.request_id)))
+            yield failed("images", error, info)
 
 
 async def _whole(deltas: AsyncIterator[Delta], format: ImageFormat, created: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from omni_ray.config.ingress import IngressConfig
 from omni_ray.errors import SlowReaderError, StageFailedError
 from omni_ray.serve.api import sse
-from omni_ray.serve.api.errors import public_error
+from omni_ray.serve.api.errors import error_body, public_error
 from omni_ray.serve.api.request_log import AbortedResponse, RequestInfo
 from omni_ray.serve.events import OutputEvent
 
@@ -65,6 +65,12 @@ async def opened(events: AsyncGenerator[OutputEvent, None]) -> AsyncIterator[Asy
         except StopAsyncIteration:
             raise StageFailedError("the pipeline ended without any output") from None
         yield _Resumed(first, events)
+
+
+def failed(route: sse.Route, error: Exception, info: RequestInfo) -> bytes:
+    """The last event of a stream whose status line was sent before ``error``; notes it as the request's outcome."""
+    info.outcome = type(error).__name__
+    return sse.failure(route, error_body(public_error(error, info.request_id)))
 
 
 class LiveResponse(Response):

@@ -13,8 +13,7 @@ from omni_ray.errors import NotFoundError, TruncatedError
 from omni_ray.serve.api import sse
 from omni_ray.serve.api.body import read_json, with_extras
 from omni_ray.serve.api.deltas import AudioDelta, Delta, Ended, deltas_of
-from omni_ray.serve.api.errors import error_body, public_error
-from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, failed, opened
 from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
 from omni_ray.serve.api.schema import answers, json_body
@@ -104,8 +103,7 @@ async def _answer(service: Service, call: SpeechCall, plan: Plan, info: RequestI
             async for delta in deltas:
                 yield _event(delta)
         except Exception as error:
-            info.outcome = type(error).__name__
-            yield sse.failure("speech", error_body(public_error(error, info.request_id)))
+            yield failed("speech", error, info)
 
 
 async def _collect(deltas: AsyncIterator[Delta]) -> tuple[bytes, Ended]:

@@ -8,8 +8,7 @@ from starlette.responses import Response
 from omni_ray.engine.types import AudioClip
 from omni_ray.serve.api import sse
 from omni_ray.serve.api.deltas import Ended, SegmentDelta, deltas_of
-from omni_ray.serve.api.errors import error_body, public_error
-from omni_ray.serve.api.live import Answer, Head, LiveResponse, opened
+from omni_ray.serve.api.live import Answer, Head, LiveResponse, failed, opened
 from omni_ray.serve.api.media import decode_clips
 from omni_ray.serve.api.priority import SPEECH
 from omni_ray.serve.api.request_log import RequestInfo, info_of
@@ -70,5 +69,4 @@ async def _answer(service: Service, call: TranscriptionCall, clip: AudioClip, pl
                 elif isinstance(delta, Ended):
                     yield transcript.done_event(delta.usage)
         except Exception as error:
-            info.outcome = type(error).__name__
-            yield sse.failure("transcription", error_body(public_error(error, info.request_id)))
+            yield failed("transcription", error, info)
