@@ -1,4 +1,4 @@
-"""The deploy config: it only places and sizes. One YAML file, or the same keys inline.
+"""The deploy config: placement, sizes and limits, never topology. One YAML file, or the same keys inline.
 
 Every problem is found at once and named by file, key and nearest known name. What a stage's ``engine:`` and
 ``deployment:`` blocks may hold is checked by the builder, against the models that engines and Ray Serve publish.

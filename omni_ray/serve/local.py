@@ -23,6 +23,7 @@ from omni_ray.serve.starting import http_port, waiting_for
 NODE_SETTINGS: Mapping[str, str] = {
     ingress_loss.SETTING: ingress_loss.IMPORT_PATH,
     "MALLOC_ARENA_MAX": "2",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
 }
 """What every node of a cluster should be started with, and why: README.md, "Run it on a cluster"."""
