@@ -33,6 +33,7 @@ def load(directory: Path, dtype: str, rows: int, kv_cache_dtype: str = "auto") -
     torch.manual_seed(0)
     talker = Qwen3OmniTalker(context(directory, dtype, rows, kv_cache_dtype))
     talker.load()
+    talker.captures.wait()  # frames and prompts by the same graphs every time, and none half captured when a test ends
     return talker
 
 

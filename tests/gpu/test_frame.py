@@ -82,7 +82,6 @@ def test_logits_over_an_8_bit_cache_are_close_to_the_eager_step_s(published: Pat
 def test_codes_equal_the_eager_step_with_any_sampling(published: Path, rows: int) -> None:
     """Frames of rows at different lengths and frame numbers, drawn in every way; float32."""
     talker = load(published, "float32", 8)
-    talker.captures.wait()
     slots = list(range(0, 8, 8 // rows))[:rows]
     results = []
     for step in (talker.step, talker.step_eagerly):
@@ -112,7 +111,6 @@ def test_logits_in_bfloat16_are_close_to_the_eager_step_s(published: Path) -> No
 
 def test_a_row_that_is_not_finite_is_told_and_harms_no_other(published: Path) -> None:
     talker = load(published, "bfloat16", 8)
-    talker.captures.wait()  # both steps by the same graph
     for slot in range(3):
         start(talker, slot, prompt(20), PUBLISHED_SAMPLING)
     expected = talker.step([0, 1, 2], [0, 0, 0]).frames

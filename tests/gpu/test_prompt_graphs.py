@@ -13,7 +13,6 @@ from omni_ray.models.qwen3_omni.talker import Qwen3OmniTalker
 def talker(published: Path) -> Qwen3OmniTalker:
     talker = load(published, "bfloat16", 4)
     assert talker._prompts is not None
-    talker.captures.wait()
     return talker
 
 
