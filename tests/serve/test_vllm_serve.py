@@ -111,18 +111,12 @@ async def test_a_vllm_thinker_speaks_as_upstream_and_is_replaced_when_its_engine
     await asyncio.to_thread(wait_until, lambda: set(engine_cores()) <= others, 20)
 
 
-async def test_a_thinker_of_two_ranks_speaks_as_upstream_and_is_replaced_when_one_dies(
-    serving: Serving, tiny: Path
-) -> None:
+async def test_a_thinker_of_two_ranks_speaks_as_upstream(serving: Serving, tiny: Path) -> None:
     """Tensor parallelism in a replica, which on a CPU holds no GPU; its placement group is what this does not show.
 
-    Then C09: a rank is killed in mid-answer, another replica takes the answer over to its end, and of the first one
-    nothing is left.
+    The death of a rank is in ``tests/engine/test_vllm.py``.
     """
     from ray import serve
-
-    def titled(title: str) -> list[psutil.Process]:
-        return [process for process in engine_cores() if title in " ".join(process.cmdline())]
 
     others = set(engine_cores())
     made = with_vllm(tiny)
@@ -130,25 +124,9 @@ async def test_a_thinker_of_two_ranks_speaks_as_upstream_and_is_replaced_when_on
     made["stages"]["thinker"]["engine"]["tensor_parallel_size"] = 2
     app: Served = await asyncio.to_thread(serving, "qwen3_omni", made)
     references = make_references(tiny, KINDS[-2:], FRAMES)
-    async with app.async_client(timeout=400) as client:
+    async with app.async_client(timeout=200) as client:
         for reference in references.values():
             await ask(client, reference)
-        first = set(engine_cores()) - others
-        assert len(first) == 3, first
-        before = app.replicas()
-        long = body(references["audio"].messages, max_tokens=300, modalities=["text"], ignore_eos=True)
-        whole = heard(parse_sse((await client.post("/v1/chat/completions", json=long)).text))[1]
-        lines: list[str] = []
-        async with client.stream("POST", "/v1/chat/completions", json=long) as answer:
-            async for line in answer.aiter_lines():
-                if not lines:
-                    (rank,) = [process for process in first if process in titled("Worker_TP1")]
-                    rank.kill()
-                lines.append(line)
-        assert heard(parse_sse("\n".join(lines)))[1] == whole
-        after = app.replicas()
-        assert after["thinker"] != before["thinker"]
-        assert (after["talker"], after["code2wav"]) == (before["talker"], before["code2wav"])
-        assert not first & set(engine_cores())
+    assert len(set(engine_cores()) - others) == 3
     await asyncio.to_thread(serve.delete, app.name)
     await asyncio.to_thread(wait_until, lambda: set(engine_cores()) <= others, 20)
