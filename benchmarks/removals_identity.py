@@ -20,7 +20,7 @@ IDENTITY = (
     ),
     Removal(
         "AR step: one frame per row",
-        ENGINE + "ar_loop.py",
+        ENGINE + "ar_schedule.py",
         'check_length("a step", len(rows), len(results))',
         "results = [results[i % len(results)] for i in range(len(rows))]",
         TEST_ENGINE + "ar_feeds.py::test_a_wrong_number_of_frames_is_never_handed_out",

@@ -247,10 +247,10 @@ async def test_long_prompts_do_not_stop_running_rows(start: Any) -> None:
 async def test_short_prompts_are_computed_together(start: Any) -> None:
     """Every short prompt of a crowd once cost the others a step, and every row of a step woke the event loop."""
     engine = await start()
-    toy, loop = Toy.latest, engine._decode_loop
+    toy, schedule = Toy.latest, engine._decode_loop._schedule
     mails: list[int] = []
-    post = loop._post
-    loop._post = lambda mail: (mails.append(len(mail)), post(mail))
+    post = schedule._post
+    schedule._post = lambda mail: (mails.append(len(mail)), post(mail))
     toy.gate = threading.Semaphore(0)
     answers = [asyncio.create_task(collect(run(engine, Ask(ids("abcdef"))))) for _ in range(8)]
     await in_the_loop(8)  # the first one's prompt waits at the gate, the others behind it
@@ -672,7 +672,7 @@ class TestResume:
 async def test_a_loop_that_died_is_a_dead_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a request's error: every request in it and every later one fails, so the replica must go."""
     engine = await start()
-    monkeypatch.setattr(engine._decode_loop, "_drop_cancelled", lambda: 1 / 0)
+    monkeypatch.setattr(engine._decode_loop._schedule, "_drop_cancelled", lambda: 1 / 0)
     with pytest.raises(EngineDiedError, match="the decode loop died"):
         await collect(run(engine, Ask(ids("hello"))))
     with pytest.raises(EngineDiedError) as info:
