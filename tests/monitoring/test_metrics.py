@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from omni_ray.monitoring.metrics import COMMON, IMAGE_TOKENS, IMAGES, METRICS, REQUESTS_RETRIED, Metric
-from tests.conftest import SOON, Served, Serving
+from tests.conftest import PATIENCE_S, SOON, Served, Serving
 
 CONFIG: dict[str, Any] = {
     "stages": {
@@ -37,7 +37,8 @@ def scrape() -> dict[str, list[Sample]]:
 
     samples: dict[str, list[Sample]] = defaultdict(list)
     for node in filter(lambda node: node["Alive"], ray.nodes()):
-        text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+        endpoint = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        text = httpx.get(endpoint, timeout=PATIENCE_S).text
         for line in text.splitlines():
             if match := LINE.match(line):
                 samples[match[1]].append((dict(LABEL.findall(match[2])), float(match[3])))
