@@ -99,7 +99,7 @@ async def test_ten_questions_return_text_and_the_same_speech(app: Served) -> Non
     wrong = total = 0
     async with app.async_client() as client:
         for question in QUESTIONS:
-            response = await client.post("/v1/chat/completions", json=chat(question, max_tokens=24))
+            response = await client.post("/v1/chat/completions", json=chat(question))
             pcm, text = heard(parse_sse(response.text))
             assert text
             understood = await transcribe(client, wav(np.frombuffer(pcm, "<i2")))
