@@ -59,7 +59,7 @@ def put_clock(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Clock:
     return clock
 
 
-def undisturbed(measure: Callable[[], T], holds: Callable[[T], bool], tries: int = 3) -> T:
+def undisturbed(measure: Callable[[], T], holds: Callable[[T], bool], tries: int = 5) -> T:
     """What ``measure`` gives; measured again if ``holds`` denies it, as something else may have had the CPU.
 
     Only for figures of real time: what must be so each time is asserted of each time.
