@@ -38,9 +38,9 @@ def test_slower_than_real_time(serving: Serving, tmp_path: Path, capsys: pytest.
     def in_time(done: tuple[int, Any]) -> bool:
         figures = done[1]["figures"]
         return (
-            abs(figures["audio_underrun_s"]["p50"] - 7 * 0.06) < 0.1
-            and abs(figures["audio_rtf"]["p50"] - 1.25) < 0.1
-            and 0.3 <= figures["audio_ttfp_s"]["p50"] < 0.6
+            -0.1 < figures["audio_underrun_s"]["p50"] - 7 * 0.06 < 1  # nothing is faster than its pace, much is slower
+            and -0.1 < figures["audio_rtf"]["p50"] - 1.25 < 0.7
+            and 0.3 <= figures["audio_ttfp_s"]["p50"] < 1.2
         )
 
     done = undisturbed(lambda: bench(app, tmp_path, "speech", *arguments, delay_ms=300), in_time)
