@@ -16,19 +16,18 @@ from tests.conftest import Serving, wait_until
 from tests.serve.test_ramp import chat, speech
 
 KEYS = {"alice": "sk-alice", "bob": "sk-bob"}
-LONG = " ".join(["word"] * 30)
+LONG = " ".join(["word"] * 60)
 TRIES = 3
 """What is compared was measured at two moments, and something else may have had the CPU in one of them."""
 
 FLOOD: dict[str, Any] = {
     "stages": {
-        "thinker": {"engine": {"faults": {"delay_ms": 20}}},
-        "talker": {"engine": {"max_num_seqs": 16, "faults": {"delay_ms": 16}}},
-        "code2wav": {"engine": {"max_num_seqs": 32, "frame_ms": 2, "step_ms": 60}},
+        "thinker": {"engine": {"faults": {"delay_ms": 10}}},
+        "talker": {"engine": {"max_num_seqs": 16, "faults": {"delay_ms": 8}}},
+        "code2wav": {"engine": {"max_num_seqs": 32, "frame_ms": 1, "step_ms": 30}},
     },
 }
-"""The codec decodes 500 frames a second; the 14 talkers that a flood may have make up to 875. All of them only wait,
-and so slowly that the CPU is no limit."""
+"""The codec decodes 1,000 frames a second; the 14 talkers that a flood may have make up to 1,750."""
 
 
 def keyed(config: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +110,7 @@ async def test_a_flood_of_batch_speech_does_not_delay_chat(serving: Serving) -> 
 async def test_a_key_that_floods_leaves_others_their_share(serving: Serving) -> None:
     """Two keys, the same work, one with ten times as many clients: the other gets what it asks for, up to a half."""
     app = serving("ramp", keyed(FLOOD))
-    body = speech(" ".join(["word"] * 15))  # so short that a dozen are answered in five seconds
+    body = speech(LONG)
 
     async def answers(client: httpx.AsyncClient, seconds: float) -> int:
         async with flood(client, 2, body, "bob") as answered:
