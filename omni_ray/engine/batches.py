@@ -40,8 +40,8 @@ class Batches(Generic[Item, Result]):
     A step takes the most urgent items first, and only as many as should be done in ``step_s``: what becomes urgent
     while it runs must not wait for long. It takes at least one, so nothing ready ever waits for an idle thread.
 
-    A step that raises is taken apart: each of its items is computed alone, so only the guilty one fails. ``compute``
-    must therefore change nothing when it raises.
+    A step that raises is taken apart: each of its items is computed alone, so only the guilty one fails. Whatever
+    ``compute`` did before it raised must therefore not change what it then gives for an item.
     """
 
     def __init__(

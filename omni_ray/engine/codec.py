@@ -71,7 +71,8 @@ class Codec(ABC):
     def decode(self, items: Sequence[DecodeItem]) -> Sequence[Samples]:
         """Decode one step of several requests, in the decoding thread.
 
-        Whatever raises must leave every state as it was: the engine then tries each item alone.
+        Whatever raises must leave every state such that each item gives what it would have given: the engine then
+        tries each alone.
 
         Args:
             items: at most one per request.

@@ -1,9 +1,9 @@
 """Codecs that carry each request's past, whatever their decoder is: what a frame may be, and who shares a batch."""
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +26,38 @@ def padded_codes(codes: Sequence[Codes], longest: int) -> Codes:
     return padded
 
 
-class FrameDecoder(Protocol):
+class FrameDecoder(ABC):
     """Decodes the next frames of several requests in one batch; what it carries of each is its own."""
 
+    @abstractmethod
     def step(self, pasts: Sequence[Any], codes: Sequence[Codes]) -> Sequence[tuple[Samples, Any]]:
         """The samples of each request that became final, and what to give to its next step.
 
         Args:
             pasts: what the last step gave for each request; None at its start. A step that fails changes none.
-            codes: int64 [n, codebooks] of each, n >= 1.
+            codes: int64 [n, codebooks] of each, n >= 1; of no more requests than ``rows``.
         """
 
-    def release(self, past: Any) -> None:
+    def rows(self, frames: int) -> int | None:
+        """The most requests with up to ``frames`` frames each that a step has room for; None: any number."""
+        return None
+
+    def release(self, past: Any) -> None:  # noqa: B027 most decoders hold nothing of a request but its past
         """The request is over."""
 
 
 @dataclass(slots=True)
 class FrameState:
-    """One request: what its decoder carries, None before the first frame."""
+    """One request.
+
+    Attributes:
+        past: what its decoder carries; None before the first frame.
+        samples: of frames that a step decoded before another step of the same ``decode`` failed. The decoder may not
+            be able to go back, so these wait for the item to come again.
+    """
 
     past: Any = None
+    samples: Samples | None = None
 
 
 class FrameCodec(Codec, ABC):
@@ -80,21 +92,21 @@ class FrameCodec(Codec, ABC):
             StageFailedError: frames of another width, or codes that are not in the codebook.
         """
         codes = [self._codes(item) for item in items]
-        outputs = [np.zeros(0, np.float32) for _ in items]
-        pasts = [item.state.past for item in items]
-        for batch in self._batches(codes):
-            step = self._decoder.step([pasts[i] for i in batch], [codes[i] for i in batch])
+        states: list[FrameState] = [item.state for item in items]
+        for batch in self._batches(states, codes):
+            step = self._decoder.step([states[i].past for i in batch], [codes[i] for i in batch])
             for i, (samples, past) in zip(batch, step, strict=True):
-                outputs[i], pasts[i] = samples, past
-        for item, past in zip(items, pasts, strict=True):  # only now: a failed batch leaves no trace
-            item.state.past = past
+                states[i].samples, states[i].past = samples, past
+        outputs = [np.zeros(0, np.float32) if state.samples is None else state.samples for state in states]
+        for state in states:  # only now: nothing can fail any more
+            state.samples = None
         return outputs
 
     def close(self, state: FrameState) -> None:
         """Free what was carried."""
         if state.past is not None:
             self._decoder.release(state.past)
-        state.past = None
+        state.past = state.samples = None
 
     def _codes(self, item: DecodeItem) -> Codes:
         assert isinstance(item.units, CodeFrameChunk)
@@ -106,17 +118,21 @@ class FrameCodec(Codec, ABC):
             raise StageFailedError(f"code {wrong} is not in a codebook of {self._codebook_size}")
         return frames
 
-    def _batches(self, codes: Sequence[Codes]) -> Iterator[list[int]]:
-        """Indices of the items to decode together; items without frames are in none.
+    def _batches(self, states: Sequence[FrameState], codes: Sequence[Codes]) -> Iterator[list[int]]:
+        """Indices of the items to decode together; items without frames, or whose frames are decoded, are in none.
 
         Rows are padded to the longest, so only rows at least half as long share a batch. ``deterministic`` batches have
         one row and no padding: a request's arithmetic is then its own by construction.
         """
         batch: list[int] = []
-        for i in sorted((i for i, frames in enumerate(codes) if len(frames)), key=lambda i: -len(codes[i])):
-            if batch and (len(batch) == self._batch_rows or 2 * len(codes[i]) < len(codes[batch[0]])):
+        rows = self._batch_rows
+        to_do = [i for i, frames in enumerate(codes) if len(frames) and states[i].samples is None]
+        for i in sorted(to_do, key=lambda i: -len(codes[i])):
+            if batch and (len(batch) == rows or 2 * len(codes[i]) < len(codes[batch[0]])):
                 yield batch
                 batch = []
+            if not batch:
+                rows = min(self._batch_rows, self._decoder.rows(len(codes[i])) or self._batch_rows)
             batch.append(i)
         if batch:
             yield batch

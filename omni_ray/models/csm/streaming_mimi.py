@@ -20,10 +20,10 @@ from transformers.models.mimi.modeling_mimi import MimiConv1d, MimiConvTranspose
 
 from omni_ray.engine.carrying import Carried, CarryingAttention, CarryingConv, CarryingTransConv, Layout, Past, Scope
 from omni_ray.engine.codec import Samples
-from omni_ray.engine.frame_codec import Codes, padded_codes
+from omni_ray.engine.frame_codec import Codes, FrameDecoder, padded_codes
 
 
-class StreamingMimi:
+class StreamingMimi(FrameDecoder):
     """Steps the decoding half of an upstream ``MimiModel``, whose carrying modules it replaces, for many requests.
 
     Attributes:
@@ -107,9 +107,6 @@ class StreamingMimi:
             sample = row[: len(frames) * self.samples_per_frame].copy()  # a view would keep the whole batch alive
             done.append((sample, Past(past.frames + len(frames), kv.clone(), conv.clone())))
         return done
-
-    def release(self, past: Past) -> None:
-        """Nothing is held of a request but its past."""
 
     def _forward(self, codes: Tensor, ages: Tensor) -> Tensor:
         """As ``MimiModel._decode_frame``: codes [B, Q, n] at frames ``ages`` [B] -> [B, n * samples_per_frame]."""

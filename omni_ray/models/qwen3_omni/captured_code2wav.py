@@ -72,9 +72,9 @@ class _Batch:
         fresh = (ages == 0)[:, None]
         pasts = [table.index_select(0, slots).masked_fill_(fresh, 0) for table in owner.tables]
         sound, *after = owner.advance(codes, ages, new_frames, *pasts)
+        self._sound = sound.float()  # may lack memory, and nothing may fail once a slot is written
         for table, past in zip(owner.tables, after, strict=True):
             table.index_copy_(0, slots, past)
-        self._sound = sound.float()
 
 
 class CapturedCode2Wav(StreamingCode2Wav):
@@ -131,11 +131,7 @@ class CapturedCode2Wav(StreamingCode2Wav):
         self, pasts: Sequence[SlotPast | None], codes: Sequence[Codes]
     ) -> list[tuple[Samples, SlotPast]]:
         """See ``StreamingCode2Wav.step``; a past is a ``SlotPast``."""
-        longest = max(map(len, codes))
-        frames = next((size for size in self.frame_sizes if size >= longest), longest)
-        limit = max(1, FRAMES_AT_ONCE // frames)
-        if len(codes) > limit:
-            return [*self.step(pasts[:limit], codes[:limit]), *self.step(pasts[limit:], codes[limit:])]
+        frames = self._padded(max(map(len, codes)))
         rows = next(size for size in self.row_sizes if size >= len(codes))
         free = iter(reversed(self._free))
         before = [past or SlotPast(next(free), 0) for past in pasts]
@@ -156,7 +152,15 @@ class CapturedCode2Wav(StreamingCode2Wav):
             for row, past, c in zip(sound, before, codes, strict=False)
         ]
 
-    def release(self, past: SlotPast) -> None:  # type: ignore[override]
+    def rows(self, frames: int) -> int:
+        """See ``FrameDecoder.rows``."""
+        return max(1, FRAMES_AT_ONCE // self._padded(frames))
+
+    def _padded(self, frames: int) -> int:
+        """Frames of a step whose longest row has ``frames``."""
+        return next((size for size in self.frame_sizes if size >= frames), frames)
+
+    def release(self, past: SlotPast) -> None:
         """Give the slot back."""
         self._free.append(past.slot)
 

@@ -33,7 +33,7 @@ from omni_ray.engine.carrying import (
     Scope,
 )
 from omni_ray.engine.codec import Samples
-from omni_ray.engine.frame_codec import Codes, padded_codes
+from omni_ray.engine.frame_codec import Codes, FrameDecoder, padded_codes
 
 
 def tail_samples(upsample_rates: Sequence[int]) -> int:
@@ -44,7 +44,7 @@ def tail_samples(upsample_rates: Sequence[int]) -> int:
     return tail
 
 
-class StreamingCode2Wav:
+class StreamingCode2Wav(FrameDecoder):
     """Steps an upstream ``Qwen3OmniMoeCode2Wav``, whose carrying modules it replaces, for many requests at once.
 
     Attributes:
@@ -132,9 +132,6 @@ class StreamingCode2Wav:
             sample = self.fresh(row, past.frames, len(frames)).copy()
             done.append((sample, Past(past.frames + len(frames), kv.clone(), conv.clone())))
         return done
-
-    def release(self, past: Past) -> None:
-        """Nothing is held of a request but its past."""
 
     def fresh(self, sound: Samples, age: int, frames: int) -> Samples:
         """Of a row's sound those samples that became final with ``frames`` new frames after ``age`` others."""

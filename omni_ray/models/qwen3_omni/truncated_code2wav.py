@@ -12,7 +12,7 @@ import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_ray.engine.codec import Samples
-from omni_ray.engine.frame_codec import Codes, padded_codes
+from omni_ray.engine.frame_codec import Codes, FrameDecoder, padded_codes
 from omni_ray.models.qwen3_omni.streaming_code2wav import tail_samples
 
 
@@ -23,7 +23,7 @@ class Recent:
     frames: Codes
 
 
-class TruncatedCode2Wav:
+class TruncatedCode2Wav(FrameDecoder):
     """Decodes each chunk together with up to ``left`` frames before it, by an unchanged ``Qwen3OmniMoeCode2Wav``.
 
     Windows are vLLM-Omni's; unlike ``chunked_decode`` the samples that each window lacks at its end (555) come with the
@@ -53,6 +53,3 @@ class TruncatedCode2Wav:
             end = len(window) * self._samples_per_frame - self._tail
             done.append((row[start:end].copy(), Recent(window[len(window) - min(len(window), self._left) :])))
         return done
-
-    def release(self, past: Recent) -> None:
-        """Nothing is held of a request but its past."""
