@@ -3,6 +3,7 @@
 Ray waits for ever for a replica that no node can take, and says little about it.
 """
 
+import math
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 import ray
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import available_resources_per_node
+from ray._raylet import IMPLICIT_RESOURCE_PREFIX  # type: ignore[attr-defined]
+from ray.autoscaler.v2.sdk import get_cluster_status
 
 from omni_ray.errors import ConfigError
 from omni_ray.serve.resolve import ResolvedApp
@@ -102,6 +105,25 @@ def free_nodes() -> tuple[Node, ...]:
     """The same nodes with what nobody has taken."""
     free = available_resources_per_node()
     return tuple(Node(_name(n), free.get(n["NodeID"], {}), n["Labels"]) for n in ray.nodes() if n["Alive"])
+
+
+def held_back(need: Need) -> int:
+    """How many actors and placement groups of just these resources wait for a node; Ray counts actors once a second.
+
+    One that has got its resources is not among them, though nobody else sees that until its process runs.
+    """
+    demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands
+    waiting = (*demands.ray_task_actor_demand, *demands.placement_group_demand)
+    return sum(some.count for each in waiting for some in each.bundles_by_count if _asks(some.bundle, need))
+
+
+def _asks(bundle: Mapping[str, float], need: Need) -> bool:
+    """Whether it is of the need's resources; Ray rounds them, and limits replicas per node by one of its own."""
+    asked = {name: amount for name, amount in bundle.items() if not name.startswith(IMPLICIT_RESOURCE_PREFIX)}
+    wanted = {name: amount for name, amount in need.each.items() if amount}
+    return asked.keys() == wanted.keys() and all(
+        math.isclose(asked[name], amount, abs_tol=1e-4) for name, amount in wanted.items()
+    )
 
 
 def _name(node: Mapping[str, str]) -> str:

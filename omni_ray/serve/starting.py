@@ -3,12 +3,13 @@
 Serve's own message says so after 30 s, and only "waiting for resources".
 """
 
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationDetails, DeploymentDetails, DeploymentStatus, ReplicaState, ServeInstanceDetails
 
-from omni_ray.serve.cluster import Need, asked_for, free_nodes, needs, place
+from omni_ray.serve.cluster import Need, asked_for, free_nodes, held_back, needs, place
 from omni_ray.serve.resolve import ResolvedApp
 
 
@@ -41,7 +42,8 @@ def _sentence(need: Need, known: ApplicationDetails) -> str | None:
     if loading := sorted({str(r.node_ip) for r in starting if r.node_id}):
         said.append(f"loading on {', '.join(loading)}")
     if without := sum(r.node_id is None for r in starting):
-        (fit,) = place([Need(need.deployment, without, need.each, need.labels, need.per_node)], free_nodes())
+        nodes = free_nodes()  # first: what our own replica takes meanwhile is not missing
+        (fit,) = place([replace(need, replicas=min(without, held_back(need)))], nodes)
         reason = fit.missing or "a process is being started"
         said.append(f"{without} without a node, needing {asked_for(need)}: {reason}")
     if deployment.status != DeploymentStatus.UPDATING and deployment.message:

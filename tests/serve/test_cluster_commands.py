@@ -257,19 +257,29 @@ def test_serve_run_and_a_busy_cluster(head: dict[str, str], tmp_path: Path) -> N
             command.process.kill()  # its cluster goes next
 
 
-def needing(**options: float) -> dict[str, Any]:
+def needing(**options: Any) -> dict[str, Any]:
     return {"deployment": {"ray_actor_options": options}}
 
 
 def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
-    """The command behind ``make serve``: ready line, real answer; on SIGTERM a live stream finishes, then it ends."""
+    """The command behind ``make serve``: ready line, real answer; on SIGTERM a live stream finishes, then it ends.
+
+    Two stages take all of something before their processes run. It was once said to be missing: taken by themselves.
+    """
     port, text = free_port(), " ".join(["word"] * 40)
-    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1, "seat": 1}'}
     env.pop("RAY_ADDRESS", None)
-    config = '{"stages": {"talker": {"engine": {"pace_ms": 40}}}, "ingress": {"grace_s": 30}}'
+    seated = needing(resources={"seat": 1})
+    stages = {"thinker": needing(num_gpus=1), "talker": {**seated, "engine": {"pace_ms": 40}}}
+    config = json.dumps({"stages": stages, "ingress": {"grace_s": 30}})
     words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port)]
     with in_background(*words, env=env) as command:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 180)
+        told = command.output.read_text()
+        for stage, taken in (("thinker", "1 GPU"), ("talker", "1 seat")):
+            waits = f"{stage}: 0 of 1 replicas run; 1 without a node, needing 0.1 CPU + {taken}"
+            assert f"{waits}: a process is being started" in told, told
+        assert not re.search("no node|comes nearest", told), told
         with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/audio/speech", json=speech(text), timeout=60) as stream:
             pieces = stream.iter_raw()
             pcm = next(pieces)
