@@ -6,17 +6,20 @@ from typing import Any
 
 import ray
 
-from omni_ray.serve import haproxy
+from omni_ray.serve import haproxy, ingress_loss
+from omni_ray.serve.local import NODE_SETTINGS
 from tests.k8s.crd_schema import Doc
 from tests.k8s.ray_cluster import cluster_of, containers, environment, groups
 from tests.k8s.serve_config import resolved_apps
 
 MARGIN_S = 30
 """What every grace leaves beyond the longest stream."""
+ELSEWHERE = {ingress_loss.SETTING, "MALLOC_ARENA_MAX"}
+"""Settings of a node that no manifest has: what HAProxy does by settings of its own, and what the image sets."""
 ON_EVERY_POD = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
+    **{name: value for name, value in NODE_SETTINGS.items() if name not in ELSEWHERE},
     **haproxy.SETTINGS,
     haproxy.BINARY: "/opt/omni/bin/omni-ray-haproxy",
 }
