@@ -1,4 +1,4 @@
-"""Ports for what a benchmark starts."""
+"""Ports for what a benchmark or a test starts."""
 
 import socket
 from contextlib import suppress
@@ -8,8 +8,8 @@ from random import SystemRandom
 def free_port() -> int:
     """One that nobody listens on now.
 
-    Below those that the kernel gives to whoever asks for any, as Ray's many processes do: else one of them may take it
-    first. Seeded ``random`` stays as it is.
+    Above those of Ray's workers (10002 to 19999), and below those that the kernel gives to whoever asks for any, as
+    Ray's other processes do: else one of them may take it first. Seeded ``random`` stays as it is.
     """
     while True:
         port = SystemRandom().randrange(20_000, 29_000)

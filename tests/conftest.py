@@ -7,7 +7,6 @@ asks for ``cluster`` (or ``serving``) is marked here; a test whose own command s
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.ports import free_port
 from tests.clock import virtual_time  # noqa: F401 - a fixture
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -78,12 +78,6 @@ SOON = {"health_check_period_s": 0.5}
 """Of a deployment whose replicas a test kills: how often Serve looks for dead ones; 5 s is our default."""
 PATIENCE_S = 60
 """How long tests wait for what takes two seconds on a quiet machine; waiting ends as soon as it is so."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 COLLECTOR_PORT = free_port()

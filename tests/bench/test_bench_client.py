@@ -17,6 +17,7 @@ import pytest
 import soundfile
 import uvicorn
 
+from benchmarks.ports import free_port
 from omni_ray.bench.answer import Answer
 from omni_ray.bench.load import Run, Target, run
 from omni_ray.bench.sound import SoundMeter, UnreadableAnswerError
@@ -28,7 +29,6 @@ from omni_ray.errors import ConfigError
 from omni_ray.playback import Playback
 from tests.bench.fake_vllm_omni import make_app, wav
 from tests.clock import undisturbed
-from tests.conftest import free_port
 
 QUIET: Callable[[Answer], None] = lambda _: None  # noqa: E731
 

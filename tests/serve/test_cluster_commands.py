@@ -20,8 +20,9 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.ports import free_port
 from omni_ray.models.ramp import oracle
-from tests.conftest import free_port, lose, wait_until
+from tests.conftest import lose, wait_until
 from tests.serve.test_ramp import TEXT, speech
 
 pytestmark = pytest.mark.alone

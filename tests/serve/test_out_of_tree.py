@@ -11,7 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.conftest import PATIENCE_S, free_port, wait_until
+from benchmarks.ports import free_port
+from tests.conftest import PATIENCE_S, wait_until
 from tests.serve.test_cluster_commands import in_background
 
 pytestmark = pytest.mark.alone
