@@ -79,7 +79,6 @@ class StagePipelineConfig(StrictModel):
         name: unique in the pipeline.
         execution_type: gives the default engine.
         model_arch: architecture name looked up in ``OmniModelRegistry``.
-        hf_config_name: the part of the checkpoint's config this stage reads (``thinker_config``), if any.
         inputs: edges; either all stage edges feed a request, or one request edge replaces them.
         final_output_type: the kind of output a client can ask for, or None for an inner stage.
         engine_output_type: what the engine emits, in words for people (``token``, ``latent``, ``code frame``).
@@ -98,7 +97,6 @@ class StagePipelineConfig(StrictModel):
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     execution_type: StageExecutionType
     model_arch: str
-    hf_config_name: str | None = None
     inputs: tuple[Edge, ...] = Field(min_length=1)
     final_output_type: OutputKind | None = None
     engine_output_type: str = "token"

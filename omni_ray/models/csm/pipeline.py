@@ -35,7 +35,6 @@ PIPELINE = PipelineConfig(
             name="code2wav",
             execution_type=StageExecutionType.LLM_GENERATION,
             model_arch="CsmCode2Wav",
-            hf_config_name="codec_config",
             inputs=(Edge(source="talker", processor=f"{_FAMILY}.processors:frames_of_talker"),),
             final_output_type="audio",
             engine_output_type="audio",

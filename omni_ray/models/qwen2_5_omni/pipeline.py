@@ -37,7 +37,6 @@ THINKER: Final = StagePipelineConfig(
     name="thinker",
     execution_type=StageExecutionType.LLM_AR,
     model_arch="Qwen2_5OmniThinker",
-    hf_config_name="thinker_config",
     inputs=tuple(
         Edge(source="request", parts=("messages", *media), processor=f"{_FAMILY}.processors:prompt_of_chat")
         for count in range(len(_MEDIA) + 1)
@@ -54,7 +53,6 @@ TALKER: Final = StagePipelineConfig(
     name="talker",
     execution_type=StageExecutionType.LLM_AR,
     model_arch="Qwen2_5OmniTalker",
-    hf_config_name="talker_config",
     # a row per position, 14 kB as published: a prompt's rows are megabytes
     inputs=(Edge(source="thinker", processor=f"{_FAMILY}.processors:talker_inputs", carries_refs=True),),
     engine_output_type="code frame",
@@ -67,7 +65,6 @@ TOKEN2WAV: Final = StagePipelineConfig(
     name="token2wav",
     execution_type=StageExecutionType.LLM_GENERATION,
     model_arch="Qwen2_5OmniToken2Wav",
-    hf_config_name="token2wav_config",
     inputs=(Edge(source="talker", processor=f"{_FAMILY}.processors:codes_of_talker"),),
     final_output_type="audio",
     engine_output_type="audio",

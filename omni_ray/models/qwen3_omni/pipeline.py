@@ -36,7 +36,6 @@ THINKER: Final = StagePipelineConfig(
     name="thinker",
     execution_type=StageExecutionType.LLM_AR,
     model_arch="Qwen3OmniThinker",
-    hf_config_name="thinker_config",
     inputs=tuple(
         Edge(source="request", parts=("messages", *media), processor=f"{_FAMILY}.processors:prompt_of_chat")
         for count in range(len(_MEDIA) + 1)
@@ -54,7 +53,6 @@ TALKER: Final = StagePipelineConfig(
     name="talker",
     execution_type=StageExecutionType.LLM_AR,
     model_arch="Qwen3OmniTalker",
-    hf_config_name="talker_config",
     # rows of hidden states for media may be megabytes; a text-only chat sends token ids alone
     inputs=(Edge(source="thinker", processor=f"{_FAMILY}.processors:talker_inputs", carries_refs=_MEDIA),),
     engine_output_type="code frame",
@@ -67,7 +65,6 @@ CODE2WAV: Final = StagePipelineConfig(
     name="code2wav",
     execution_type=StageExecutionType.LLM_GENERATION,
     model_arch="Qwen3OmniCode2Wav",
-    hf_config_name="code2wav_config",
     inputs=(Edge(source="talker", processor=f"{_FAMILY}.processors:frames_of_talker"),),
     final_output_type="audio",
     engine_output_type="audio",
