@@ -17,6 +17,7 @@ from omni_ray.engine.ar_frames import FrameSteps
 from omni_ray.engine.ar_loop import DecodeLoop
 from omni_ray.engine.ar_model import ARModel, CodecLM, SlotModel
 from omni_ray.engine.ar_row import Mail, Row, Steps
+from omni_ray.engine.ar_schedule import RowSchedule
 from omni_ray.engine.ar_stream import RowStream
 from omni_ray.engine.ar_text import TextSteps
 from omni_ray.engine.base import Engine, EngineContext, EngineStats, only_input
@@ -64,7 +65,8 @@ class AREngine(Engine):
         self._decode_loop = self._loop_of(self._steps, options)
 
     def _loop_of(self, steps: Steps, options: AROptions) -> DecodeLoop:
-        return DecodeLoop(self._name, steps, options.max_num_seqs, options.deterministic, self._post, self._busy)
+        slots, deterministic = options.max_num_seqs, options.deterministic
+        return DecodeLoop(RowSchedule(self._name, steps, slots, deterministic, self._post, self._busy))
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -8,14 +8,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 
-from omni_ray.engine.ar_row import Letter, Mail, Row, Steps
+from omni_ray.engine.ar_row import Letter, Row
 from omni_ray.engine.ar_schedule import RowSchedule
-from omni_ray.engine.ar_selftest import self_test
 from omni_ray.errors import EngineDiedError, StageFailedError
 
 logger = logging.getLogger(__name__)
@@ -27,25 +25,10 @@ LOOK_S: Final = 0.05
 class DecodeLoop:
     """``start`` the thread, ``submit`` rows, ``feed`` and ``end_feed`` them, ``cancel`` them, ``stop``."""
 
-    def __init__(
-        self,
-        name: str,
-        steps: Steps,
-        slots: int,
-        deterministic: bool,
-        post: Callable[[Mail], None],
-        busy: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """``post`` is called on the loop's thread, once for all that was made since the last call.
-
-        The last news that a row ever gets is a ``Finish`` or an exception, unless it was cancelled. ``busy`` is held
-        around each call that computes, and whatever returns got on: a hung one must not look idle because its clients
-        gave up.
-        """
-        self._name = name
-        self._steps, self._slots = steps, slots
-        self._deterministic = deterministic
-        self._schedule = RowSchedule(name, steps, slots, deterministic, post, busy)  # the thread's own
+    def __init__(self, schedule: RowSchedule) -> None:
+        """From ``start`` on ``schedule`` is the thread's own, and so are the calls that it makes."""
+        self._name = schedule.name
+        self._schedule = schedule
         self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._over: str | None = None
@@ -101,13 +84,11 @@ class DecodeLoop:
     def _work(self, loaded: Callable[[BaseException | None], object]) -> None:
         with torch.inference_mode():
             try:
-                self._steps.model.load()
-                if self._deterministic:
-                    self_test(self._name, self._steps, self._slots)
+                self._schedule.load()
             except BaseException as error:  # whatever it is: `start` waits for it and raises it
                 self._close(f"stage {self._name} did not load")
                 loaded(error)
-                self._steps.model.stop()
+                self._schedule.stop()
                 return
             loaded(None)
             try:
@@ -119,7 +100,7 @@ class DecodeLoop:
                 self._died = True
                 self._close(f"stage {self._name}: the decode loop died")
             self._fail_all()
-            self._steps.model.stop()
+            self._schedule.stop()
 
     def _receive(self) -> bool:
         """Read all letters, sleeping for one only if there is nothing to compute; False when asked to stop."""

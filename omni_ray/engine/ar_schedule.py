@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 
 from omni_ray.engine.ar_model import PREFILL_CHUNK
 from omni_ray.engine.ar_row import Advance, Letter, Mail, News, Row, Steps, Waiting
+from omni_ray.engine.ar_selftest import self_test
 from omni_ray.engine.batches import BatchLengthError, check_length
 from omni_ray.engine.types import Finish
 
@@ -20,7 +21,7 @@ P = ParamSpec("P")
 
 
 class RowSchedule:
-    """``read`` letters and make ``turn`` after turn, all on one thread."""
+    """``load``, then ``read`` letters and make ``turn`` after turn, then ``stop``; all on one thread."""
 
     def __init__(
         self,
@@ -31,8 +32,19 @@ class RowSchedule:
         post: Callable[[Mail], None],
         busy: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """See ``DecodeLoop``."""
-        self._name = name
+        """Take the stage's ``name``, for messages, and how its model steps.
+
+        Args:
+            name: the stage's.
+            steps: what a step is; its model has ``slots``.
+            slots: rows that are computed at once.
+            deterministic: whether a row's numbers must not depend on the others; ``load`` then tries it.
+            post: is called once for all that was made since the last call. The last news that a row ever gets is a
+                ``Finish`` or an exception, unless it was cancelled.
+            busy: is held around each call that computes, and whatever returns got on: a hung one must not look idle
+                because its clients gave up.
+        """
+        self.name = name
         self._busy = busy
         self._post = post
         self._steps = steps
@@ -42,6 +54,16 @@ class RowSchedule:
         self._waiting: list[Row] = []
         self._prefilling: list[Row] = []
         self._decoding: list[Row] = []
+
+    def load(self) -> None:
+        """Load the model; raises what ``self_test`` does."""
+        self._steps.model.load()
+        if self._deterministic:
+            self_test(self.name, self._steps, len(self._slots))
+
+    def stop(self) -> None:
+        """Free what the model holds."""
+        self._steps.model.stop()
 
     def idle(self) -> bool:
         """Whether there is nothing to compute before a letter comes."""
@@ -167,7 +189,7 @@ class RowSchedule:
             check_length("a step", len(rows), len(results))
         except BatchLengthError as error:
             for row in rows:
-                self._leave(row, BatchLengthError(f"stage {self._name}: {error}"))
+                self._leave(row, BatchLengthError(f"stage {self.name}: {error}"))
             return
         except Exception as error:
             if len(rows) == 1:
