@@ -3,29 +3,21 @@
 import importlib
 import tempfile
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Literal
 
-from ports import free_port
-
-from omni_ray.serve.haproxy import ENABLED, SETTINGS
+from omni_ray.serve.haproxy import MODE, SETTINGS, settings_here
 
 Whose = Literal["ours", "serves"]
 SEPARATE_LOOP = "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"
+LONGEST_S = 330  # of the benchmarks' streams
 WHOSE: tuple[Whose, ...] = ("ours", "serves")
 
 
 def turn_on(environment: MutableMapping[str, str], whose: Whose) -> None:
     """As ``README.md`` says (``ours``), or with Serve's own HAProxy and retries (``serves``); files in a new folder."""
-    home = tempfile.mkdtemp(prefix="haproxy")
-    environment[ENABLED] = "1"
-    environment["RAY_SERVE_THROUGHPUT_OPTIMIZED"] = "1"
-    environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = f"{home}/haproxy.cfg"
-    environment["RAY_SERVE_HAPROXY_SOCKET_PATH"] = f"{home}/admin.sock"
-    environment["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{home}/metrics.sock"
-    environment["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = home
-    environment["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{home}/server-state"
-    environment["RAY_SERVE_HAPROXY_STATS_PORT"] = str(free_port())
-    environment["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(free_port())
+    environment.update(MODE)
+    environment.update(settings_here(Path(tempfile.mkdtemp(prefix="omni", dir="/tmp")), LONGEST_S))
     if whose == "ours":
         environment.update(SETTINGS)
     # this process calls handles without an event loop of its own; Ray's processes go by the mode

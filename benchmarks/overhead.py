@@ -28,17 +28,14 @@ import psutil
 from ports import free_port
 
 from omni_ray.models.ramp import oracle
+from omni_ray.serve import haproxy
 
 HERE = Path(__file__).parent
 SAMPLE_RATE, FRAME_S = 24000, 0.08
 MODES = {
     "one process": {},
     "serve, default": {},
-    "serve, haproxy + throughput": {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    },
+    "serve, haproxy + throughput": dict(haproxy.MODE),
 }
 
 

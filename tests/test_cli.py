@@ -215,6 +215,11 @@ class TestServe:
         assert code == 2
         assert "/absent.yaml: cannot be read on node" in err
 
+    def test_haproxy_mode_is_not_for_a_cluster_that_runs(self, capsys):
+        code, _, err = run(capsys, "serve", "ramp", "--haproxy", "--address", "127.0.0.1:1")
+        assert code == 2
+        assert "start every node of it with RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in err
+
 
 class TestCheckpoint:
     """Only what is refused: tests of the pipelines make theirs."""

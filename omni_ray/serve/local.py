@@ -1,11 +1,14 @@
 """``omni-ray serve``: a pipeline in the foreground, on a local Ray cluster or an existing one."""
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -28,6 +31,9 @@ NODE_SETTINGS: Mapping[str, str] = {
 }
 """What every node of a cluster should be started with, and why: README.md, "Run it on a cluster"."""
 
+STREAM_MARGIN_S = 30.0
+"""What HAProxy of this machine leaves a stream beyond the longest speech, as the grace of a replica does."""
+
 DRAIN_MARGIN_S = 10.0
 """What deleting an application takes beyond its streams' grace."""
 
@@ -49,11 +55,11 @@ def serve_here(
     stop, hurry = threading.Event(), threading.Event()
     # replicas import `graphs` and relative paths from here, as with `serve run`
     os.environ.setdefault("PYTHONPATH", os.getcwd())
-    address = address or os.environ.get("RAY_ADDRESS")
+    address, scratch = address or os.environ.get("RAY_ADDRESS"), None
     if address:
         join(address, log_to_driver=True)
     else:
-        _start_ray()
+        scratch = _start_ray(app, host)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
     started = ran = False
@@ -83,15 +89,23 @@ def serve_here(
         if address is None:  # other applications of somebody's cluster are none of our business
             serve.shutdown()
         ray.shutdown()
+        if scratch is not None:
+            shutil.rmtree(scratch)
 
 
-def _start_ray() -> None:
-    """A cluster of this machine alone, with the settings that its nodes need."""
-    in_haproxy_mode = haproxy.SETTINGS if os.environ.get(haproxy.ENABLED) == "1" else {}
-    for setting, value in {**NODE_SETTINGS, **in_haproxy_mode}.items():
+def _start_ray(app: ResolvedApp, host: str) -> Path | None:
+    """A cluster of this machine alone, with the settings that its nodes need; returns HAProxy's folder, if any."""
+    settings, scratch = dict(NODE_SETTINGS), None
+    if os.environ.get(haproxy.ENABLED) == "1":
+        haproxy.check_host(host)
+        scratch = Path(tempfile.mkdtemp(prefix="omni", dir="/tmp"))
+        longest_s = app.config.ingress.max_audio_seconds or app.pipeline.max_audio_seconds
+        settings |= {**haproxy.SETTINGS, **haproxy.settings_here(scratch, longest_s + STREAM_MARGIN_S)}
+    for setting, value in settings.items():
         os.environ.setdefault(setting, value)
     # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost
     ray.init(address="local", log_to_driver=True)
+    return scratch
 
 
 def _drain(name: str, grace_s: float, hurry: threading.Event) -> None:

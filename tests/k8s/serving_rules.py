@@ -17,8 +17,7 @@ MARGIN_S = 30
 ELSEWHERE = {ingress_loss.SETTING, "MALLOC_ARENA_MAX"}
 """Settings of a node that no manifest has: what HAProxy does by settings of its own, and what the image sets."""
 ON_EVERY_POD = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    **haproxy.MODE,
     **{name: value for name, value in NODE_SETTINGS.items() if name not in ELSEWHERE},
     **haproxy.SETTINGS,
     haproxy.BINARY: "/opt/omni/bin/omni-ray-haproxy",

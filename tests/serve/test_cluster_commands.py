@@ -262,18 +262,27 @@ def needing(**options: Any) -> dict[str, Any]:
     return {"deployment": {"ray_actor_options": options}}
 
 
-def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
+def test_omni_ray_serve_starts_and_stops() -> None:
     """The command behind ``make serve``: ready line, real answer; on SIGTERM a live stream finishes, then it ends.
 
     Two stages take all of something before their processes run. It was once said to be missing: taken by themselves.
+
+    Twice on one machine at once, in both modes. Of HAProxy mode: nothing of it can be reached from elsewhere or steered
+    by another user, nothing stays, and the logs, which throughput mode keeps back, come at once.
     """
+    with ThreadPoolExecutor() as pool:
+        for each in [pool.submit(starts_and_stops), pool.submit(starts_and_stops, "--haproxy")]:
+            each.result()
+
+
+def starts_and_stops(*flags: str) -> None:
     port, text = free_port(), " ".join(["word"] * 40)
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1, "seat": 1}'}
     env.pop("RAY_ADDRESS", None)
     seated = needing(resources={"seat": 1})
     stages = {"thinker": needing(num_gpus=1), "talker": {**seated, "engine": {"pace_ms": 40}}}
     config = json.dumps({"stages": stages, "ingress": {"grace_s": 30}})
-    words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port)]
+    words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port), *flags]
     with in_background(*words, env=env) as command:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 180)
         told = command.output.read_text()
@@ -281,9 +290,31 @@ def test_omni_ray_serve_starts_and_stops(tmp_path: Path) -> None:
             waits = f"{stage}: 0 of 1 replicas run; 1 without a node, needing 0.1 CPU + {taken}"
             assert f"{waits}: a process is being started" in told, told
         assert not re.search("no node|comes nearest", told), told
+        found = balancer(command.process.pid, port)
+        assert (found is not None) == bool(flags)
+        if found is not None:
+            addresses, folder = found
+            assert addresses == {"127.0.0.1"}
+            assert folder.stat().st_mode & 0o077 == 0
         with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/audio/speech", json=speech(text), timeout=60) as stream:
             pieces = stream.iter_raw()
             pcm = next(pieces)
+            command.said("POST /v1/audio/speech status=200 outcome=ok")  # of the request before
             command.process.send_signal(signal.SIGTERM)
             assert pcm + b"".join(pieces) == oracle.pcm(text)
         assert command.process.wait(120) == 0
+        assert found is None or not found[1].exists()
+
+
+def balancer(pid: int, port: int) -> tuple[set[str], Path] | None:
+    """Where the HAProxy below ``pid`` that has ``port`` listens, and the folder of its server's files."""
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if process.name() == "haproxy":
+                listening = [c.laddr for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+                (config,) = (Path(word) for word in process.cmdline() if word.endswith("/haproxy.cfg"))
+                if port in [address.port for address in listening]:
+                    return {address.ip for address in listening}, config.parents[1]
+        except psutil.NoSuchProcess:  # another configuration has just replaced it
+            continue
+    return None

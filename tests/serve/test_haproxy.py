@@ -16,9 +16,9 @@ from ray.serve._private import haproxy as serves
 from ray.serve.config import HTTPOptions
 
 from benchmarks.ports import free_port
-from omni_ray.errors import ReplicaDiedError
+from omni_ray.errors import ConfigError, ReplicaDiedError
 from omni_ray.serve.api.errors import error_body
-from omni_ray.serve.haproxy import BINARY, BUFFER_BYTES, SETTINGS, amended
+from omni_ray.serve.haproxy import BINARY, BUFFER_BYTES, SETTINGS, amended, check_host
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
@@ -116,7 +116,7 @@ async def balanced(folder: Path, ports: list[int]) -> AsyncIterator[str]:
     )
     servers = [serves.ServerConfig(f"s{p}", "127.0.0.1", p) for p in ports]
     backend = serves.BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)
-    api = serves.HAProxyApi(config, {"app": backend}, config_file_path=f"{folder}/haproxy.cfg")
+    api = serves.HAProxyApi(config, {"app": backend} if ports else {}, config_file_path=f"{folder}/haproxy.cfg")
     await api.start()
     try:
         yield f"http://127.0.0.1:{port}"
@@ -171,6 +171,23 @@ async def test_a_replica_that_dies_and_a_reader_that_stalls(
         assert told.json() == error_body(ReplicaDiedError("the server process that worked on this request is gone"))
 
 
+async def test_what_haproxy_says_itself(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an application, as at the start, and to what is no HTTP; nobody else may command or look."""
+    monkeypatch.setattr(serves, BINARY, command)
+    async with balanced(tmp_path, []) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.get("/v1/models")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        error = ReplicaDiedError("no application is served here: it starts, or has been stopped")
+        assert answer.json() == error_body(error)
+    assert (tmp_path / "admin.sock").stat().st_mode & 0o077 == 0
+
+
 def test_another_form_of_serves_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unset RAY_SERVE_HAPROXY_BINARY_PATH"):
         amended("global\n", tmp_path)
+
+
+def test_a_host_where_haproxy_would_find_no_replica_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--host 10\.0\.0\.1: in HAProxy mode it must be one of 127\.0\.0\.1, "):
+        check_host("10.0.0.1")
+    check_host("0.0.0.0")
