@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from omni_ray.config.base import suggest
 from omni_ray.config.hf_config import read_hf_config
 from omni_ray.config.pipeline import PipelineConfig, StageExecutionType, StagePipelineConfig
+from omni_ray.engine.collector import resume, uncollected
 from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
 from omni_ray.plugins import load_plugins
@@ -130,7 +131,8 @@ def import_dotted(path: str) -> Any:
     if not attribute:
         raise ConfigError([f"{path!r} is no dotted path of the form 'package.module:attribute'"])
     try:
-        return getattr(importlib.import_module(module), attribute)
+        with uncollected():
+            return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError([f"{path!r} cannot be imported: {error}"]) from error
 
@@ -243,6 +245,7 @@ def _vllm_architectures() -> frozenset[str]:
 
 def register_with_vllm() -> None:
     """Tell vLLM our model classes: our entry point in ``vllm.general_plugins``, run in each of vLLM's processes."""
+    resume()  # vLLM is imported
     from vllm import ModelRegistry
 
     known = ModelRegistry.get_supported_archs()

@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from omni_ray.engine.admission import Admission
 from omni_ray.engine.base import Engine, EngineContext, EngineStats
+from omni_ray.engine.collector import uncollected
 from omni_ray.engine.prompts import only_prompt, room_for_answer
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.text_answer import TextAnswer
@@ -68,7 +69,8 @@ class VLLMEngine(Engine):
         """
         clock, limit = asyncio.get_running_loop().time, self._options.start_timeout_s
         end = clock() + limit
-        checkpoint = await asyncio.to_thread(self._model.load)
+        with uncollected():  # a tokenizer of the usual size alone costs nearly a second of it
+            checkpoint = await asyncio.to_thread(self._model.load)
         self._longest = checkpoint.longest(self._longest)
         self._vllm = await asyncio.to_thread(
             start_vllm, self._name, self._options, checkpoint, self.context.load_format, max(0, end - clock())

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import vllm
@@ -20,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_ray.config.base import suggest
 from omni_ray.engine.child_guard import ChildGuard
+from omni_ray.engine.collector import pausing, uncollected
 from omni_ray.engine.vllm_compat import RUNNER, RowTap
 from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
@@ -107,12 +109,15 @@ def start_vllm(
     """
     _check(stage, options, checkpoint)
     arguments = _arguments(options, checkpoint, load_format)
-    errors = ErrorLog(DEFAULT_LOGGING_CONFIG)
+    # our plugin resumes what is paused
+    runs_plugin = _has_plugin() and PLUGIN in os.environ.get("VLLM_PLUGINS", PLUGIN).split(",")
+    errors = ErrorLog(pausing(DEFAULT_LOGGING_CONFIG) if runs_plugin else DEFAULT_LOGGING_CONFIG)
     guard = ChildGuard()
     late = threading.Timer(within_s, guard.kill)
     late.start()
     try:
-        with _environment(_variables(options, checkpoint, errors)), guard:
+        # uncollected: the weights are loaded in vLLM's process, never in this one
+        with _environment(_variables(options, checkpoint, errors)), guard, uncollected():
             _import_model(checkpoint)
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
@@ -139,10 +144,14 @@ def _check(stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint) -> None
         problems.append(f"{where}: vLLM {vllm.__version__} is installed; tested are {' and '.join(TESTED)}")
     if options.deterministic and current_platform.is_cpu():
         problems.append(f"{where}.deterministic: vLLM promises equal bytes on GPUs only")
-    if checkpoint.architecture is not None and not entry_points(group=PLUGINS, name=PLUGIN):
+    if checkpoint.architecture is not None and not _has_plugin():
         problems.append(f"{where}: omni_ray has no entry point in {PLUGINS}; install it again (pip install -e .)")
     if problems:
         raise ConfigError(problems)
+
+
+def _has_plugin() -> bool:
+    return bool(entry_points(group=PLUGINS, name=PLUGIN))
 
 
 def _arguments(
@@ -199,6 +208,10 @@ def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLo
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else all replicas of a machine sit on the same cores
         if options.tensor_parallel_size == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process beside the engine's own
+    else:
+        # Triton's own default. Without it torch.compile moves all Triton kernels of the process, vLLM's own too, below
+        # its cache, but only in a start that compiles: the next one, which need not, looks for them in the default
+        variables["TRITON_CACHE_DIR"] = str(Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache")
     variables = {name: value for name, value in variables.items() if name not in os.environ}
     if current_platform.is_cpu():
         variables["OMP_NUM_THREADS"] = str(options.threads)  # Ray has always set it already

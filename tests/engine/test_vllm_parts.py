@@ -1,5 +1,7 @@
 """What of the vLLM engine needs no vLLM: options, the words of its failures, the guard of its processes."""
 
+import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -17,6 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.collector import pausing, uncollected
 from omni_ray.engine.text_answer import TextAnswer
 from omni_ray.engine.types import TextChunk
 from omni_ray.engine.vllm_compat import RowKeeper
@@ -294,6 +297,37 @@ def test_errors_of_other_processes_are_read_from_a_file():
     directory = log.config.parent
     log.close()
     assert not directory.exists()
+
+
+def test_a_process_collects_nothing_from_its_logging_to_its_plugin():
+    """What of it vLLM does itself: tests/engine/test_vllm.py."""
+    plain = {"version": 1, "handlers": {"vllm": {"class": "logging.NullHandler"}}}
+    code = (
+        "import gc, json, logging.config, sys\n"
+        "logging.config.dictConfig(json.loads(sys.argv[1]))\n"
+        "from omni_ray.engine.collector import resume, uncollected\n"
+        "said = [gc.isenabled()]\n"
+        "with uncollected():\n    said.append(gc.isenabled())\n"
+        "said.append(gc.isenabled())\n"
+        "resume()\n"
+        "said += [gc.isenabled(), gc.get_freeze_count() > 1000]\n"
+        "gc.unfreeze()\n"
+        "resume()\n"
+        "print(json.dumps([*said, gc.isenabled(), gc.get_freeze_count()]))\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps(pausing(plain))]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert json.loads(ran.stdout) == [False, False, False, True, True, True, 0]
+    assert "filters" not in plain
+
+
+def test_bodies_that_collect_nothing_nest_and_fail():
+    assert gc.isenabled()
+    with uncollected():
+        with pytest.raises(ValueError), uncollected():
+            raise ValueError
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 OWNER = """
