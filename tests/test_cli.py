@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,6 +215,16 @@ class TestServe:
         code, _, err = run(capsys, "serve", "ramp", "deploy_config=/absent.yaml")
         assert code == 2
         assert "/absent.yaml: cannot be read on node" in err
+
+    def test_a_port_that_is_taken(self, capsys, monkeypatch):
+        """Two servers of one user once shared it, and their requests; with HAProxy mode it was a traceback."""
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("PYTHONPATH", "")
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            code, _, err = run(capsys, "serve", "ramp", "--port", str(port))
+        assert code == 2
+        assert f"--port {port}: nothing can listen there: [Errno 98] Address already in use" in err
 
     def test_haproxy_mode_is_not_for_a_cluster_that_runs(self, capsys):
         code, _, err = run(capsys, "serve", "ramp", "--haproxy", "--address", "127.0.0.1:1")

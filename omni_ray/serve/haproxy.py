@@ -8,6 +8,7 @@ written, and becomes the real HAProxy. They
 - have a request read to its end, or until it fills a buffer, before it is sent: only what HAProxy still has as a whole
   can be sent to another replica when the first one dies;
 - answer with OpenAI errors where HAProxy must answer itself, in place of Serve's plain 500 and HAProxy's HTML;
+- leave one ``x-request-id`` of an answer, the ingress' own: Serve adds another one;
 - let nobody but this user command HAProxy, nobody but this machine read its page of statistics, and its metrics listen
   where HTTP does.
 
@@ -67,7 +68,7 @@ balancers, and are how long every stop would take."""
 _PAGES: Final[Mapping[int, tuple[str, str, str]]] = {
     400: ("Bad Request", "invalid_request_error", "this is no valid HTTP request"),
     503: ("Service Unavailable", "server_error", "the server process that worked on this request is gone"),
-    408: ("Request Timeout", "invalid_request_error", f"the request did not come within {UPLOAD_S} s"),
+    408: ("Request Timeout", "timeout_error", f"the request did not come within {UPLOAD_S} s"),
 }
 _NO_APPLICATION: Final = "no application is served here: it starts, or has been stopped"
 
@@ -143,6 +144,8 @@ def amended(config: str, folder: Path) -> str:
     if "    use_backend " not in config:
         nothing = f"http-request return status 503 content-type application/json string '{_body(503, _NO_APPLICATION)}'"
         config = _replaced(config, r"http-request return status 404 [^\n]+", nothing + " hdr retry-after 1")
+    once = "http-response set-header x-request-id %[res.hdr(x-request-id,1)] if { res.hdr_cnt(x-request-id) gt 1 }"
+    config = _replaced(config, r"(\nfrontend http_frontend\n[^\n]+)", rf"\g<1>\n    {once}")
     config = _replaced(config, r" mode 666 level admin ", " mode 600 level admin ")
     config = _replaced(config, r"(\nlisten stats\n +bind )\*:", r"\g<1>127.0.0.1:")
     metrics = r"(\nfrontend prometheus\n +bind ):(.+?\nfrontend http_frontend\n +bind (\S+):\d+\n)"

@@ -12,7 +12,7 @@ import logging
 import time
 from typing import Final
 
-from starlette.datastructures import Headers
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -130,7 +130,10 @@ class _Answer:
         """An ASGI ``send`` that notes what passes."""
         if message["type"] == "http.response.start":
             self.begun = True
-            self._events = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+            headers = MutableHeaders(scope=message)
+            if (request_id := headers.get("x-request-id")) is not None:
+                headers["x-request-id"] = request_id  # the ingress' own; Serve's proxy has put another one behind it
+            self._events = headers.get("content-type", "").startswith("text/event-stream")
         elif message["type"] == "http.response.body":
             self._tail = (self._tail + message.get("body", b"")[-2:])[-2:]
             self.ended = not message.get("more_body", False)

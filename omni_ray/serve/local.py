@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -59,6 +60,7 @@ def serve_here(
     if address:
         join(address, log_to_driver=True)
     else:
+        _check_port(host, port)
         scratch = _start_ray(app, host)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which installs handlers of its own
         signal.signal(number, lambda *_: (hurry if stop.is_set() else stop).set())
@@ -91,6 +93,19 @@ def serve_here(
         ray.shutdown()
         if scratch is not None:
             shutil.rmtree(scratch)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Serve's own proxy would share the port with another one of this user, each getting some of the requests.
+
+    Raises:
+        ConfigError: somebody listens there, or nobody can.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError([f"--port {port}: nothing can listen there: {error}"]) from error
 
 
 def _start_ray(app: ResolvedApp, host: str) -> Path | None:

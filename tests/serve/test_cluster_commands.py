@@ -88,6 +88,8 @@ def answers(url: str) -> bool:
         response = httpx.post(f"{url}/v1/audio/speech", json=speech(model="ramp", voice="alloy"), timeout=10)
     except httpx.HTTPError:
         return False
+    if response.status_code == 200:
+        assert len(response.headers.get_list("x-request-id")) == 1  # two are one long one to OpenAI's client
     return response.status_code == 200 and response.content == oracle.pcm(TEXT)
 
 
