@@ -272,26 +272,32 @@ def test_omni_ray_serve_starts_and_stops() -> None:
     Twice on one machine at once, in both modes. Of HAProxy mode: nothing of it can be reached from elsewhere or steered
     by another user, nothing stays, and the logs, which throughput mode keeps back, come at once.
     """
+    seated = needing(resources={"seat": 1})
+    apart = {"stages": {"thinker": needing(num_gpus=1), "talker": {**seated, "engine": PACED}}}
+    together = {"stages": {"talker": {"engine": PACED}}, "colocate": ["thinker", "talker", "code2wav"]}
     with ThreadPoolExecutor() as pool:
-        for each in [pool.submit(starts_and_stops), pool.submit(starts_and_stops, "--haproxy")]:
-            each.result()
+        default, haproxy = pool.submit(starts_and_stops, apart), pool.submit(starts_and_stops, together, "--haproxy")
+        told = default.result()
+        haproxy.result()
+    for stage, taken in (("thinker", "1 GPU"), ("talker", "1 seat")):
+        waits = f"{stage}: 0 of 1 replicas run; 1 without a node, needing 0.1 CPU + {taken}"
+        assert f"{waits}: a process is being started" in told, told
+    assert not re.search("no node|comes nearest", told), told
 
 
-def starts_and_stops(*flags: str) -> None:
+PACED = {"pace_ms": 40}
+
+
+def starts_and_stops(config: dict[str, Any], *flags: str) -> str:
+    """What the command said until it had answered."""
     port, text = free_port(), " ".join(["word"] * 40)
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_OVERRIDE_RESOURCES": '{"GPU": 1, "seat": 1}'}
     env.pop("RAY_ADDRESS", None)
-    seated = needing(resources={"seat": 1})
-    stages = {"thinker": needing(num_gpus=1), "talker": {**seated, "engine": {"pace_ms": 40}}}
-    config = json.dumps({"stages": stages, "ingress": {"grace_s": 30}})
-    words = ["omni-ray", "serve", "ramp", f"deploy_config={config}", "--port", str(port), *flags]
+    deploy_config = json.dumps({**config, "ingress": {"grace_s": 30}})
+    words = ["omni-ray", "serve", "ramp", f"deploy_config={deploy_config}", "--port", str(port), *flags]
     with in_background(*words, env=env) as command:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}"), 180)
         told = command.output.read_text()
-        for stage, taken in (("thinker", "1 GPU"), ("talker", "1 seat")):
-            waits = f"{stage}: 0 of 1 replicas run; 1 without a node, needing 0.1 CPU + {taken}"
-            assert f"{waits}: a process is being started" in told, told
-        assert not re.search("no node|comes nearest", told), told
         found = balancer(command.process.pid, port)
         assert (found is not None) == bool(flags)
         if found is not None:
@@ -306,6 +312,7 @@ def starts_and_stops(*flags: str) -> None:
             assert pcm + b"".join(pieces) == oracle.pcm(text)
         assert command.process.wait(120) == 0
         assert found is None or not found[1].exists()
+    return told
 
 
 def balancer(pid: int, port: int) -> tuple[set[str], Path] | None:
