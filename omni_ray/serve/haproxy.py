@@ -19,6 +19,7 @@ its settings when it is imported.
 import math
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -61,6 +62,8 @@ UPLOAD_S: Final = 30
 HOSTS: Final = ("127.0.0.1", "localhost", "0.0.0.0")
 """Where a server of one machine may listen."""
 
+_CONNECTIONS: Final = 4096
+_OTHER_FILES: Final = 256
 _DRAINING_S: Final = 2
 """How long HAProxy of the same machine may take to learn that an ingress replica leaves. Serve's 30 s are for load
 balancers, and are how long every stop would take."""
@@ -121,9 +124,16 @@ def settings_here(folder: Path, longest_s: float) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_most_connections()),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_s)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAINING_S),
     }
+
+
+def _most_connections() -> int:
+    """Serve's own number, or what the limit of open files allows: HAProxy takes 2.5 of each, or does not start."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _CONNECTIONS if files == resource.RLIM_INFINITY else min(_CONNECTIONS, (files - _OTHER_FILES) * 2 // 5)
 
 
 def _free_port() -> int:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -191,3 +192,14 @@ def test_a_host_where_haproxy_would_find_no_replica_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--host 10\.0\.0\.1: in HAProxy mode it must be one of 127\.0\.0\.1, "):
         check_host("10.0.0.1")
     check_host("0.0.0.0")
+
+
+def test_few_open_files_are_few_connections() -> None:
+    """HAProxy wanted 10276 files for 4096 connections, and where it may not have them it did not start."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); from pathlib import Path;"
+        "from omni_ray.serve.haproxy import settings_here;"
+        "print(settings_here(Path('/tmp/x'), 1)['RAY_SERVE_HAPROXY_MAXCONN'])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert 2.5 * int(said) < 1024 - 200
