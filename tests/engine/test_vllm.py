@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -414,6 +415,30 @@ async def test_vllms_processes_collect_nothing_until_they_have_imported_vllm(tmp
     said, _ = await ran.communicate()
     pauses = vllm.__version__.startswith("0.26")
     assert said.decode().split()[-3:] == [str(not pauses), "True", str(pauses)]
+
+
+@pytest.mark.parametrize("home", [None, "/elsewhere"])
+async def test_on_a_gpu_tritons_kernels_stay_where_triton_keeps_them(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else torch.compile moves them, in some starts only, and others compile them again."""
+    from omni_ray.engine import vllm_start
+    from omni_ray.engine.vllm_errors import ErrorLog
+    from omni_ray.engine.vllm_model import VLLMCheckpoint
+
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(vllm_start, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if home is None:
+        monkeypatch.delenv("TRITON_HOME", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_HOME", home)
+    errors = ErrorLog({"formatters": {}, "handlers": {}, "loggers": {"vllm": {"handlers": []}}})
+    try:
+        variables = vllm_start._variables(VLLMOptions(**SIZES), VLLMCheckpoint(tmp_path), errors)
+    finally:
+        errors.close()
+    assert variables["TRITON_CACHE_DIR"] == knobs.cache.dir
 
 
 def without_weights(tiny: Path, out: Path) -> Path:
