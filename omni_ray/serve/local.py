@@ -92,7 +92,7 @@ def serve_here(
             serve.shutdown()
         ray.shutdown()
         if scratch is not None:
-            shutil.rmtree(scratch)
+            shutil.rmtree(scratch, ignore_errors=True)  # what Ray has just killed may be about to write there
 
 
 def _check_port(host: str, port: int) -> None:
