@@ -250,13 +250,17 @@ async def test_speech_that_made_no_sound_yet_is_retried(app: Served) -> None:
 
 
 async def test_a_poison_request_kills_at_most_two_replicas(serving: Serving) -> None:
-    """A request that kills whatever computes it is tried twice, not at every hop; others go on."""
+    """A request that kills whatever computes it is tried twice, not at every hop; others go on.
+
+    Speech: it shows nothing before the talker's first frame, where a chat's text may begin the answer before the second
+    death, which its stream then tells.
+    """
     deploy = config()
     deploy["stages"]["talker"]["deployment"] = {**SOON, "num_replicas": 3}
     app = serving("ramp", deploy)
     before = set(app.replicas()["talker"])
     async with app.async_client() as client:
-        answer = await client.post("/v1/chat/completions", json=chat("one two", ramp={"talker": {"kill_at": 0}}))
+        answer = await client.post("/v1/audio/speech", json=speech("one two", ramp={"talker": {"kill_at": 0}}))
         assert answer.status_code == 503
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
     assert len(before - app.settled("talker", 3)) <= 2
