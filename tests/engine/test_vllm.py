@@ -31,6 +31,7 @@ from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.errors import ConfigError, InvalidRequestError, ReplicaDiedError, SaturatedError, StageFailedError
 from omni_ray.models.qwen3_omni.pipeline import THINKER
 from omni_ray.models.qwen3_omni.prompt import ChatPrompt
+from tests.conftest import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "qwen3_omni"))
 
@@ -178,7 +179,8 @@ async def test_every_stop_token_of_the_checkpoint_stops(engine: Engine, referenc
     prompt = chats()["text"]
     seventh = tokens(await collect(run(reference, prompt)))[6]
     for tested in (engine, reference):
-        model = tested._model if tested is engine else tested._decode_loop._steps.model  # type: ignore[attr-defined]
+        ours: Any = tested
+        model = ours._model if tested is engine else ours._decode_loop._schedule._steps.model
         before = model.stop_ids
         model.stop_ids = before | {seventh}
         try:
@@ -527,7 +529,7 @@ async def test_two_ranks_compute_what_one_does_and_die_together(tiny: Path, refe
         with pytest.raises(ReplicaDiedError, match="died"):
             await collect(running)
         assert time.monotonic() - began < 4  # without the watch, 9 s
-        with pytest.raises(StageFailedError, match=r"vLLM died: Worker proc .*-1 died unexpectedly \(exit code: -9\)"):
+        with pytest.raises(StageFailedError, match=r"vLLM died: Worker proc .*-1 died unexpectedly \(exit"):
             await engine.check_health()
         _, alive = await asyncio.to_thread(psutil.wait_procs, started, 2)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
@@ -587,14 +589,19 @@ async def test_a_warm_up_that_fails_is_a_start_that_fails(tiny: Path, monkeypatc
     assert core_processes() == running
 
 
-@pytest.mark.parametrize("limit_s", [0.1, 12])
-async def test_a_start_that_takes_too_long_is_ended(tiny: Path, limit_s: float):
+async def test_a_start_that_takes_too_long_is_ended(tiny: Path):
     """Before vLLM has a process, and while its process loads; there it would wait for ever."""
     before = set(core_processes())
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"did not start: not ready within start_timeout_s, {limit_s:g} s"):
-        await vllm_engine(tiny, start_timeout_s=limit_s).start()
-    assert time.monotonic() - began < limit_s + 15
+    with pytest.raises(ConfigError, match=r"did not start: not ready within start_timeout_s, 0.1 s"):
+        await vllm_engine(tiny, start_timeout_s=0.1).start()
+    starting = asyncio.create_task(vllm_engine(tiny, start_timeout_s=20).start())
+    await asyncio.to_thread(wait_until, lambda: starting.done() or bool(set(core_processes()) - before), 30)
+    loading = set(core_processes()) - before
+    for process in loading:
+        process.suspend()
+    with pytest.raises(ConfigError, match=r"did not start: not ready within start_timeout_s, 20 s"):
+        await starting
+    assert loading
     assert set(core_processes()) == before
 
 
