@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 import psutil
-from ports import free_port
+
+from omni_ray.serve.ports import free_port
 
 HERE = Path(__file__).parent
 QUESTION = "What is the capital of France?"

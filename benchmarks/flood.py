@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx
 import ray
-from ports import free_port
 from ray import serve
 
 from omni_ray.models.ramp import oracle
 from omni_ray.serve.builder import build_application
+from omni_ray.serve.ports import free_port
 from omni_ray.serve.resolve import AppArgs
 
 HERE = Path(__file__).parent

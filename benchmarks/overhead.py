@@ -25,10 +25,10 @@ from pathlib import Path
 
 import httpx
 import psutil
-from ports import free_port
 
 from omni_ray.models.ramp import oracle
 from omni_ray.serve import haproxy
+from omni_ray.serve.ports import free_port
 
 HERE = Path(__file__).parent
 SAMPLE_RATE, FRAME_S = 24000, 0.08

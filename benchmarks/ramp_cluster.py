@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import psutil
 import ray
-from ports import free_port
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
@@ -21,6 +20,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from omni_ray.serve import ingress_loss
 from omni_ray.serve.builder import build_application
+from omni_ray.serve.ports import free_port
 from omni_ray.serve.resolve import AppArgs
 
 APP = "ramp"

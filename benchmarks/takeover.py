@@ -21,11 +21,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 from overhead import FRAME_S, SAMPLE_RATE, Row, measure, server
-from ports import free_port
 
 from omni_ray.engine.types import CodeFrameChunk, TextChunk
 from omni_ray.models.ramp import oracle
 from omni_ray.serve.events import RecordEvent
+from omni_ray.serve.ports import free_port
 from omni_ray.serve.records import merged
 
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from benchmarks.ports import free_port
+from omni_ray.serve.ports import free_port
 from tests.clock import virtual_time  # noqa: F401 - a fixture
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

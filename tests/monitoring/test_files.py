@@ -14,12 +14,12 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.ports import free_port
 from omni_ray.cli import main
 from omni_ray.monitoring.alerts import ALERTS
 from omni_ray.monitoring.dashboard import dashboard, panels
 from omni_ray.monitoring.files import dashboard_json, rule_resource
 from omni_ray.monitoring.metrics import COMMON, METRICS
+from omni_ray.serve.ports import free_port
 from tests.conftest import Serving
 
 K8S = Path(__file__).parents[2] / "k8s/components/monitoring"

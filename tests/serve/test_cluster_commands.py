@@ -20,8 +20,8 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.ports import free_port
 from omni_ray.models.ramp import oracle
+from omni_ray.serve.ports import free_port
 from tests.conftest import lose, wait_until
 from tests.serve.test_ramp import TEXT, speech
 

@@ -16,10 +16,10 @@ import pytest
 from ray.serve._private import haproxy as serves
 from ray.serve.config import HTTPOptions
 
-from benchmarks.ports import free_port
 from omni_ray.errors import ConfigError, ReplicaDiedError
 from omni_ray.serve.api.errors import error_body
 from omni_ray.serve.haproxy import BINARY, BUFFER_BYTES, SETTINGS, amended, check_host
+from omni_ray.serve.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.ports import free_port
+from omni_ray.serve.ports import free_port
 from tests.conftest import PATIENCE_S, wait_until
 from tests.serve.test_cluster_commands import in_background
 

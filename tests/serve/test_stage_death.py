@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.ports import free_port
 from omni_ray.models.ramp import oracle
+from omni_ray.serve.ports import free_port
 from tests.conftest import PATIENCE_S, Served, Serving, lose, wait_until
 from tests.serve.crowd import CHAT, Hearing, heard, parse_sse
 from tests.serve.test_ramp import TEXT, ask_chat, chat

@@ -1,4 +1,4 @@
-"""Ports for what a benchmark or a test starts."""
+"""Ports for what is started beside Ray; imports no Ray."""
 
 import socket
 from contextlib import suppress
