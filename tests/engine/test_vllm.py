@@ -179,8 +179,7 @@ async def test_every_stop_token_of_the_checkpoint_stops(engine: Engine, referenc
     prompt = chats()["text"]
     seventh = tokens(await collect(run(reference, prompt)))[6]
     for tested in (engine, reference):
-        ours: Any = tested
-        model = ours._model if tested is engine else ours._decode_loop._schedule._steps.model
+        model = tested._model if tested is engine else tested._steps.model  # type: ignore[attr-defined]
         before = model.stop_ids
         model.stop_ids = before | {seventh}
         try:

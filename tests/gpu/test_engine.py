@@ -78,7 +78,7 @@ def test_frames_are_the_same_alone_and_in_a_crowd_that_comes_and_goes(run: Any) 
 def test_a_cancelled_stream_stops_within_two_frames(run: Any) -> None:
     async def work(engine: AREngine) -> None:
         launched: list[Sequence[int]] = []
-        model: Any = engine._decode_loop._schedule._steps.model
+        model: Any = engine._steps.model
         launch = model.launch
 
         def counted(slots: Sequence[int], steps: Sequence[int]) -> Callable[[], FrameStep]:
