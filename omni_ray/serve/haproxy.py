@@ -7,7 +7,8 @@ written, and becomes the real HAProxy. They
   between the ingress and the client), and nobody learns of a slow reader before they are full;
 - have a request read to its end, or until it fills a buffer, before it is sent: only what HAProxy still has as a whole
   can be sent to another replica when the first one dies;
-- answer with OpenAI errors where HAProxy must answer itself, in place of Serve's plain 500 and HAProxy's HTML;
+- answer with OpenAI errors where HAProxy must answer itself, in place of Serve's plain 500; what its parser refuses
+  gets HAProxy's own page, which no setting replaces;
 - leave one ``x-request-id`` of an answer, the ingress' own: Serve adds another one;
 - let nobody but this user command HAProxy, nobody but this machine read its page of statistics, and its metrics listen
   where HTTP does.
@@ -69,7 +70,6 @@ _DRAINING_S: Final = 2
 balancers, and are how long every stop would take."""
 
 _PAGES: Final[Mapping[int, tuple[str, str, str]]] = {
-    400: ("Bad Request", "invalid_request_error", "this is no valid HTTP request"),
     503: ("Service Unavailable", "server_error", "the server process that worked on this request is gone"),
     408: ("Request Timeout", "timeout_error", f"the request did not come within {UPLOAD_S} s"),
 }
@@ -143,9 +143,10 @@ def amended(config: str, folder: Path) -> str:
         ValueError: it has another form than that we know.
     """
     sockets = f"    tune.sndbuf.client {BUFFER_BYTES}\n    tune.rcvbuf.server {BUFFER_BYTES}"
-    requests = f"    option http-buffer-request\n    timeout http-request {UPLOAD_S}s"
-    pages = "".join(f"\n    errorfile {status} {folder}/{status}.http" for status in _PAGES if status != 503)
-    config = _replaced(config, r"\ndefaults\n", f"\n{sockets}\ndefaults\n{requests}{pages}\n")
+    requests = (
+        f"    option http-buffer-request\n    timeout http-request {UPLOAD_S}s\n    errorfile 408 {folder}/408.http\n"
+    )
+    config = _replaced(config, r"\ndefaults\n", f"\n{sockets}\ndefaults\n{requests}")
     if "    use_backend " not in config:
         nothing = f"http-request return status 503 content-type application/json string '{_body(503, _NO_APPLICATION)}'"
         config = _replaced(config, r"http-request return status 404 [^\n]+", nothing + " hdr retry-after 1")
@@ -169,8 +170,7 @@ def page(status: int) -> bytes:
     reason, _, message = _PAGES[status]
     body = _body(status, message)
     head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    again = "Connection: close" if status == 400 else "Retry-After: 1"
-    return f"{head}Cache-Control: no-store\r\n{again}\r\n\r\n{body}".encode()
+    return f"{head}Cache-Control: no-store\r\nRetry-After: 1\r\n\r\n{body}".encode()
 
 
 def _body(status: int, message: str) -> str:
@@ -183,8 +183,7 @@ def main() -> None:
     config = Path(arguments[arguments.index("-f") + 1])
     config.write_text(amended(config.read_text(), config.parent))
     (config.parent / "500.http").write_bytes(page(503))  # the name that Serve's config has for 502, 503 and 504
-    for status in (400, 408):
-        (config.parent / f"{status}.http").write_bytes(page(status))
+    (config.parent / "408.http").write_bytes(page(408))
     os.environ.pop(BINARY, None)  # it names this command
     binary = get_haproxy_binary()
     os.execv(binary, [binary, *arguments])

@@ -173,7 +173,7 @@ async def test_a_replica_that_dies_and_a_reader_that_stalls(
 
 
 async def test_what_haproxy_says_itself(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an application, as at the start, and to what is no HTTP; nobody else may command or look."""
+    """Without an application, as at the start; nobody else may command it."""
     monkeypatch.setattr(serves, BINARY, command)
     async with balanced(tmp_path, []) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.get("/v1/models")
