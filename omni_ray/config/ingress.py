@@ -1,12 +1,15 @@
 """The ``ingress:`` block of a deploy config: limits, keys and what the HTTP side may do for a client."""
 
 import re
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from omni_ray.config.base import StrictModel
-from omni_ray.config.pipeline import OutputKind
+from omni_ray.config.pipeline import OutputKind, PipelineConfig
+
+GRACE_MARGIN_S: Final = 30
+"""What a leaving replica, or HAProxy's past configuration, has beyond the longest speech to finish its streams."""
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 _MEDIA_ORIGIN = re.compile(r"(?:(https?)://)?((?:\*\.)?[a-z0-9_\-.\[\]:]*?[a-z0-9\]])(?::(\d{1,5}))?")
@@ -160,6 +163,10 @@ class IngressConfig(StrictModel):
         if self.api_keys_env is None and (self.key_limits != KeyLimits() or self.key_limits_of):
             raise ValueError("key_limits and key_limits_of need api_keys_env: without keys everybody is the same")
         return self
+
+    def longest_speech_s(self, pipeline: PipelineConfig) -> float:
+        """Seconds of sound that one answer may have: the limit given here, or what ``pipeline`` is good for."""
+        return self.max_audio_seconds or pipeline.max_audio_seconds
 
     def limits_of(self, key: str) -> KeyLimits:
         """The limits of the key of this name."""

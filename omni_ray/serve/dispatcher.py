@@ -62,7 +62,7 @@ class Dispatcher:
         self.config = config
         self.model_name = model_name
         self.extras: Mapping[str, type[BaseModel]] = extras_for(pipeline)
-        self.max_audio_seconds = config.max_audio_seconds or pipeline.max_audio_seconds
+        self.max_audio_seconds = config.longest_speech_s(pipeline)
         self.max_input_audio_seconds = config.max_input_audio_seconds or pipeline.max_input_audio_seconds
         self._streaming = streaming
         self._lifelines = lifelines

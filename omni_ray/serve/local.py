@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from omni_ray.config.ingress import GRACE_MARGIN_S
 from omni_ray.errors import ConfigError
 from omni_ray.registry import import_dotted
 from omni_ray.serve import haproxy, ingress_loss
@@ -31,9 +32,6 @@ NODE_SETTINGS: Mapping[str, str] = {
     "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
 }
 """What every node of a cluster should be started with, and why: README.md, "Run it on a cluster"."""
-
-STREAM_MARGIN_S = 30.0
-"""What HAProxy of this machine leaves a stream beyond the longest speech, as the grace of a replica does."""
 
 DRAIN_MARGIN_S = 10.0
 """What deleting an application takes beyond its streams' grace."""
@@ -114,8 +112,8 @@ def _start_ray(app: ResolvedApp, host: str) -> Path | None:
     if os.environ.get(haproxy.ENABLED) == "1":
         haproxy.check_host(host)
         scratch = Path(tempfile.mkdtemp(prefix="omni", dir="/tmp"))
-        longest_s = app.config.ingress.max_audio_seconds or app.pipeline.max_audio_seconds
-        settings |= {**haproxy.SETTINGS, **haproxy.settings_here(scratch, longest_s + STREAM_MARGIN_S)}
+        longest_s = app.config.ingress.longest_speech_s(app.pipeline)
+        settings |= {**haproxy.SETTINGS, **haproxy.settings_here(scratch, longest_s + GRACE_MARGIN_S)}
     for setting, value in settings.items():
         os.environ.setdefault(setting, value)
     # "local": without an address Ray would join whatever cluster was last started here, or wait for its ghost

@@ -20,6 +20,7 @@ from omni_ray.config.deploy import (
     valid_part,
     validation_problems,
 )
+from omni_ray.config.ingress import GRACE_MARGIN_S
 from omni_ray.config.pipeline import PipelineConfig, StagePipelineConfig
 from omni_ray.engine.options import EngineOptions
 from omni_ray.errors import ConfigError
@@ -141,8 +142,8 @@ def _deployments(
     block = _block(IngressDeployment, config.ingress.deployment, where, ("ingress", "deployment"), problems)
     ingresses = 1 if block is None else most_replicas(block)
     admitted = config.ingress.max_concurrent_requests * ingresses
-    seconds = config.ingress.max_audio_seconds or pipeline.max_audio_seconds
-    grace = config.ingress.grace_s or seconds + 30
+    seconds = config.ingress.longest_speech_s(pipeline)
+    grace = config.ingress.grace_s or seconds + GRACE_MARGIN_S
     if seconds > pipeline.max_audio_seconds:
         problems.append(
             f"{where}: ingress.max_audio_seconds: {seconds:g} is beyond the {pipeline.max_audio_seconds:g} s that "
