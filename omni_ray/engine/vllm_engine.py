@@ -69,12 +69,12 @@ class VLLMEngine(Engine):
         """
         clock, limit = asyncio.get_running_loop().time, self._options.start_timeout_s
         end = clock() + limit
-        with uncollected():  # a tokenizer of the usual size alone costs nearly a second of it
+        with uncollected():  # tokenizers and imports; the weights are loaded in vLLM's process, never in this one
             checkpoint = await asyncio.to_thread(self._model.load)
-        self._longest = checkpoint.longest(self._longest)
-        self._vllm = await asyncio.to_thread(
-            start_vllm, self._name, self._options, checkpoint, self.context.load_format, max(0, end - clock())
-        )
+            self._longest = checkpoint.longest(self._longest)
+            self._vllm = await asyncio.to_thread(
+                start_vllm, self._name, self._options, checkpoint, self.context.load_format, max(0, end - clock())
+            )
         try:
             async with asyncio.timeout_at(end):
                 if self._options.tensor_parallel_size > 1:

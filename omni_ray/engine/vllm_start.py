@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_ray.config.base import suggest
 from omni_ray.engine.child_guard import ChildGuard
-from omni_ray.engine.collector import pausing, uncollected
+from omni_ray.engine.collector import pausing
 from omni_ray.engine.vllm_compat import RUNNER, RowTap
 from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
@@ -116,8 +116,7 @@ def start_vllm(
     late = threading.Timer(within_s, guard.kill)
     late.start()
     try:
-        # uncollected: the weights are loaded in vLLM's process, never in this one
-        with _environment(_variables(options, checkpoint, errors)), guard, uncollected():
+        with _environment(_variables(options, checkpoint, errors)), guard:
             _import_model(checkpoint)
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
