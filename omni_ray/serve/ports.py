@@ -13,6 +13,5 @@ def free_port() -> int:
     """
     while True:
         port = SystemRandom().randrange(20_000, 29_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
