@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from vllm import SamplingParams as VLLMSamplingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from omni_ray.engine.admission import Admission
@@ -24,6 +23,7 @@ from omni_ray.engine.types import Finish, Output, Request, TextChunk, Usage
 from omni_ray.engine.vllm_compat import HiddenRows
 from omni_ray.engine.vllm_model import VLLMModel, VLLMPrompt
 from omni_ray.engine.vllm_options import VLLMOptions
+from omni_ray.engine.vllm_sampling import vllm_sampling
 from omni_ray.engine.vllm_start import StartedVLLM, start_vllm
 from omni_ray.engine.vllm_warm_up import RandomPrompts, WarmUpPrompt, warm_up_steps
 from omni_ray.errors import ConfigError, EngineDiedError, InvalidRequestError, OmniRayError, StageFailedError
@@ -73,7 +73,12 @@ class VLLMEngine(Engine):
             checkpoint = await asyncio.to_thread(self._model.load)
             self._longest = checkpoint.longest(self._longest)
             self._vllm = await asyncio.to_thread(
-                start_vllm, self._name, self._options, checkpoint, self.context.load_format, max(0, end - clock())
+                start_vllm,
+                self.context.stage,
+                self._options,
+                checkpoint,
+                self.context.load_format,
+                max(0, end - clock()),
             )
         try:
             async with asyncio.timeout_at(end):
@@ -237,20 +242,7 @@ class VLLMEngine(Engine):
         return rendered
 
     def _sampling(self, request: Request, limit: int) -> VLLMSamplingParams:
-        """What nobody said is OpenAI's default (temperature 1, top_p 1). vLLM ends an answer only where we say."""
-        said = request.sampling
-        return VLLMSamplingParams(
-            temperature=1.0 if said.temperature is None else said.temperature,
-            top_p=1.0 if said.top_p is None else said.top_p,
-            top_k=0 if said.top_k is None else said.top_k,
-            repetition_penalty=1.0 if said.repetition_penalty is None else said.repetition_penalty,
-            seed=request.seed % 2**63,
-            max_tokens=limit,
-            stop_token_ids=[] if said.ignore_eos else sorted(self._model.stop_ids),
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        return vllm_sampling(request.sampling, request.seed, limit, self._model.stop_ids)
 
     def _alive(self) -> StartedVLLM:
         if self._vllm is None:

@@ -35,6 +35,9 @@ class VLLMOptions(EngineOptions):
         start_timeout_s: a start that takes longer has failed.
         warm_up: before the stage is ready, compute prompts of many lengths, so that all kernels are compiled that a
             request could need (``vllm_warm_up``); on a CPU, one short prompt.
+        rehearse: while the model is imported, loaded and compiled, compute one layer of it in a process beside it, so
+            that kernels that vLLM compiles when it first needs them are compiled by then (``vllm_rehearsal``). Takes
+            some 5 GB of the GPU meanwhile; one GPU, and ``kv_cache_memory_bytes``: vLLM would measure them as its own.
         engine_args: further arguments of vLLM's ``AsyncEngineArgs``; a replica refuses to start with an unknown one.
     """
 
@@ -53,6 +56,7 @@ class VLLMOptions(EngineOptions):
     threads: int = Field(default=2, ge=1)
     start_timeout_s: float = Field(default=1800, gt=0)
     warm_up: bool = True
+    rehearse: bool = False
     engine_args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -62,6 +66,16 @@ class VLLMOptions(EngineOptions):
                 raise ValueError(f"engine_args.{name}: is an option of its own; write {name} beside engine_args")
             if name in RESERVED:
                 raise ValueError(f"engine_args.{name}: may not be set here")
+        return self
+
+    @model_validator(mode="after")
+    def _rehearses_what_it_can(self) -> Self:
+        if self.rehearse and self.tensor_parallel_size > 1:
+            raise ValueError("rehearse: only for tensor_parallel_size 1")
+        if self.rehearse and self.kv_cache_memory_bytes is None:
+            raise ValueError(
+                "rehearse: needs kv_cache_memory_bytes; else vLLM takes for its own what the copy allocates"
+            )
         return self
 
     def devices(self) -> int:

