@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 import ray
 from ramp_cluster import APP, RampCluster, ramp_cluster, wait_until
-from ray import serve
 
 from omni_ray.models.ramp import oracle
 from omni_ray.playback import Playback
+from omni_ray.serve.status import applications
 
 SCALED = ("talker", "code2wav")
 WORDS, LONG_WORDS = 24, 72
@@ -89,8 +89,8 @@ async def listener(client: httpx.AsyncClient, name: int, until: float, run: Run)
 
 def running() -> Mapping[str, int]:
     """Running replicas of the stages that scale."""
-    deployments = serve.status().applications[APP].deployments
-    return {stage: deployments[stage].replica_states.get("RUNNING", 0) for stage in SCALED}
+    deployments = applications()[APP].deployments
+    return {stage: deployments[stage].running() for stage in SCALED}
 
 
 async def watch(cluster: RampCluster, run: Run, began: float) -> None:

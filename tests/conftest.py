@@ -78,6 +78,8 @@ SOON = {"health_check_period_s": 0.5}
 """Of a deployment whose replicas a test kills: how often Serve looks for dead ones; 5 s is our default."""
 PATIENCE_S = 60
 """How long tests wait for what takes two seconds on a quiet machine; waiting ends as soon as it is so."""
+LONGEST_PAUSE_S = 0.2
+"""Between two looks at what is awaited."""
 
 
 COLLECTOR_PORT = free_port()
@@ -171,19 +173,20 @@ class Served:
         wait_until(self._rests, 2 * PATIENCE_S, every_s=0.2)  # a look costs every process something
 
     def _rests(self) -> bool:
-        from ray import serve
         from ray.exceptions import RayActorError
 
+        from omni_ray.serve.status import applications
+
         try:
-            deployments = serve.status().applications[self.name].deployments
+            deployments = applications()[self.name].deployments
         except RayActorError:  # the controller is being replaced
             return False
         for name in sorted(deployments, key=lambda name: name != "ingress"):  # once it rests, no stage gets more work
-            replicas = {state: count for state, count in deployments[name].replica_states.items() if count}
-            if deployments[name].status != "HEALTHY" or set(replicas) != {"RUNNING"}:
+            replicas = deployments[name].replicas
+            if deployments[name].status != "HEALTHY" or {replica.state for replica in replicas} != {"RUNNING"}:
                 return False
             answers = self._ask_once(name, "active" if name == "ingress" else "state")
-            if answers is None or len(answers) != replicas["RUNNING"]:
+            if answers is None or len(answers) != len(replicas):
                 return False
             if any(answers if name == "ingress" else (alive_in(state) for answer in answers for state in answer)):
                 return False
@@ -247,11 +250,12 @@ def serving(cluster: str) -> Serving:
 
     from omni_ray.serve.builder import bind
     from omni_ray.serve.resolve import AppArgs, resolve
+    from omni_ray.serve.status import applications
 
     alive: dict[str, Served] = {}
 
     def runs(name: str) -> bool:
-        found = serve.status().applications[name]
+        found = applications()[name]
         assert found.status != "DEPLOY_FAILED", found.message
         return found.status == "RUNNING"
 
@@ -304,9 +308,15 @@ def title_of(process: Any) -> str:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S, every_s: float = 0.02) -> float:
-    """Poll until ``condition``; returns how long it took, fails after ``seconds``."""
-    started = time.monotonic()
+    """Poll until ``condition``; returns how long it took, fails after ``seconds``.
+
+    A look at processes or replicas costs as much as it takes: whoever looked all the time would take a core from what
+    is awaited.
+    """
+    started = looked = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < seconds, f"not true within {seconds} s"
-        time.sleep(every_s)
+        ended = time.monotonic()
+        assert ended - started < seconds, f"not true within {seconds} s"
+        time.sleep(max(every_s, min(4 * (ended - looked), LONGEST_PAUSE_S)))
+        looked = time.monotonic()
     return time.monotonic() - started

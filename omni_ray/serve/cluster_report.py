@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
-from ray import serve
 
 from omni_ray.serve.cluster import Node, amount_of, free_nodes, join, live_nodes, needs, place
 from omni_ray.serve.resolve import ResolvedApp
+from omni_ray.serve.status import applications
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def cluster_report(app: ResolvedApp, address: str) -> ClusterReport:
     joined = join(address, log_to_driver=False)
     try:
         total, free = live_nodes(), free_nodes()
-        known = serve.status().applications.get(app.pipeline.name)
+        known = applications().get(app.pipeline.name)
         now, ever = place(needs(app), free), place(needs(app), total)
         return ClusterReport(
             address=joined,

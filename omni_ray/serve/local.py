@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
 from omni_ray.config.ingress import GRACE_MARGIN_S
 from omni_ray.errors import ConfigError
@@ -24,6 +24,7 @@ from omni_ray.serve.builder import bind
 from omni_ray.serve.cluster import check_fits, join, live_nodes
 from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
 from omni_ray.serve.starting import http_port, waiting_for
+from omni_ray.serve.status import applications
 
 NODE_SETTINGS: Mapping[str, str] = {
     ingress_loss.SETTING: ingress_loss.IMPORT_PATH,
@@ -125,7 +126,7 @@ def _drain(name: str, grace_s: float, hurry: threading.Event) -> None:
     """Delete the application and wait until its streams have ended: ``serve.shutdown`` alone ends the proxy at once."""
     serve.delete(name, _blocking=False)
     deadline = time.monotonic() + grace_s + DRAIN_MARGIN_S
-    while name in serve.status().applications and time.monotonic() < deadline and not hurry.wait(0.2):
+    while name in applications() and time.monotonic() < deadline and not hurry.wait(0.2):
         pass
 
 
@@ -133,16 +134,16 @@ def _wait(app: ResolvedApp, timeout_s: float, stop: threading.Event) -> bool:
     """Wait until the application runs, telling what each deployment that does not yet run waits for."""
     name, deadline, said = app.pipeline.name, time.monotonic() + timeout_s, [""]
     while not stop.is_set():
-        status = serve.status().applications.get(name)
-        if status is not None and status.status == ApplicationStatus.RUNNING:
+        known = applications().get(name)
+        if known is not None and known.status == ApplicationStatus.RUNNING:
             return True
-        if status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            print(f"{name} did not start: {status.message}", file=sys.stderr)
-            for deployment, detail in status.deployments.items():
-                if detail.status.value != "HEALTHY":
+        if known is not None and known.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            print(f"{name} did not start: {known.message}", file=sys.stderr)
+            for deployment, detail in known.deployments.items():
+                if detail.status != DeploymentStatus.HEALTHY:
                     print(f"{deployment}: {detail.message}", file=sys.stderr)
             return False
-        lines = waiting_for(app)
+        lines = [] if known is None else waiting_for(app, known)
         if lines and lines != said:
             print(f"starting {name}", *lines, sep="\n  ", file=sys.stderr, flush=True)
             said = lines

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ray import serve
-from ray.serve.schema import ServeStatus
 
 from omni_ray.serve.stage_client import StageClient
+from omni_ray.serve.status import ApplicationView, applications
 
 logger = logging.getLogger("ray.serve")
 
@@ -49,7 +49,7 @@ class Pings:
         self._news = asyncio.Condition()
         self.readiness = Readiness(False, {name: "not asked yet" for name in clients})
         self.was_ready = False
-        self._status: asyncio.Future[ServeStatus] | None = None
+        self._status: asyncio.Future[dict[str, ApplicationView]] | None = None
         self._status_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-status")
         self._task = asyncio.get_running_loop().create_task(self._keep_asking())
 
@@ -108,22 +108,21 @@ class Pings:
         The call blocks for as long as the controller hangs, so it has a thread of its own and is never made twice.
         """
         if self._status is None:
-            self._status = asyncio.get_running_loop().run_in_executor(self._status_thread, serve.status)
+            self._status = asyncio.get_running_loop().run_in_executor(self._status_thread, applications)
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                status = await asyncio.shield(self._status)
+                known = await asyncio.shield(self._status)
         except TimeoutError:
             return waiting
         except Exception as error:  # the controller may be gone; that alone never makes us unready
-            logger.debug("serve.status did not answer: %r", error)
+            logger.debug("the controller did not answer: %r", error)
             self._status = None
             return waiting
         self._status = None
-        app = serve.get_replica_context().app_name
-        if app not in status.applications:
+        ours = known.get(serve.get_replica_context().app_name)
+        if ours is None:
             return waiting
-        known = status.applications[app].deployments
-        said = {name: f" ({d.status.value}: {_first_line(d.message)})" for name, d in known.items()}
+        said = {name: f" ({d.status.value}: {_first_line(d.message)})" for name, d in ours.deployments.items()}
         return {name: reason + said.get(name, "") for name, reason in waiting.items()}
 
     def stop(self) -> None:

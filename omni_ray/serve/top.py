@@ -12,11 +12,11 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from omni_ray.errors import ConfigError
 from omni_ray.serve.cluster import join
 from omni_ray.serve.running_stage import StageState
+from omni_ray.serve.status import ApplicationView, DeploymentView, applications
 
 ANSWER_S = 5.0
 _CLEAR = "\033[H\033[2J"
@@ -69,14 +69,14 @@ def look(application: str | None) -> list[AppView]:
     Raises:
         ConfigError: ``application`` does not exist.
     """
-    known = serve.status().applications
+    known = applications()
     if application is not None and application not in known:
         raise ConfigError([f"no application {application!r} here; there are: {', '.join(known) or 'none'}"])
     chosen = {name: status for name, status in known.items() if application in (None, name)}
     return [_view(name, status) for name, status in chosen.items()]
 
 
-def _view(name: str, status: ApplicationStatusOverview) -> AppView:
+def _view(name: str, status: ApplicationView) -> AppView:
     deployments = {known: overview for known, overview in status.deployments.items() if known != "ingress"}
     with ThreadPoolExecutor(len(deployments) + 1) as pool:
         alive = pool.submit(_ask, "ingress", name, "active")
@@ -89,7 +89,7 @@ def _view(name: str, status: ApplicationStatusOverview) -> AppView:
     return AppView(name, status.status.value, counts, views)
 
 
-def _stages(deployment: str, application: str, overview: DeploymentStatusOverview) -> list[StageView]:
+def _stages(deployment: str, application: str, overview: DeploymentView) -> list[StageView]:
     """The stages that share the deployment's processes; usually one."""
     try:
         answers: list[list[StageState]] = _ask(deployment, application, "state")

@@ -12,6 +12,7 @@ import httpx
 
 from omni_ray.models.ramp import oracle
 from omni_ray.playback import Playback
+from omni_ray.serve.status import applications
 from tests.conftest import Served, Serving, wait_until
 
 JITTER_S = 1.0
@@ -45,10 +46,8 @@ async def listen(client: httpx.AsyncClient, text: str) -> tuple[bytes, Playback]
 
 
 def running(app: Served) -> dict[str, int]:
-    from ray import serve
-
-    deployments = serve.status().applications[app.name].deployments
-    return {stage: deployments[stage].replica_states.get("RUNNING", 0) for stage in SCALED}
+    deployments = applications()[app.name].deployments
+    return {stage: deployments[stage].running() for stage in SCALED}
 
 
 async def test_replicas_follow_a_load_step(serving: Serving) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from ray import serve
 
 from omni_ray.cli import main
 from omni_ray.errors import ConfigError
 from omni_ray.models.ramp import oracle
 from omni_ray.serve.resolve import AppArgs, ResolvedApp, resolve
 from omni_ray.serve.slack import Report, Tuning, most_loaded
+from omni_ray.serve.status import applications
 from omni_ray.serve.top import look
 from tests.conftest import SOON, Served, Serving, wait_until
 from tests.serve.test_ramp import TEXT, ask_chat, ask_speech, chat, speech
@@ -48,7 +48,7 @@ async def test_same_bytes_alone_in_a_crowd_and_for_those_who_stay(pair: Served) 
     """One stream and 16 at once equal the oracle; clients that hang up leave nothing behind in either stage."""
     before = pair.replicas()
     assert before["talker"] == before["code2wav"]
-    assert set(serve.status().applications[pair.name].deployments) == {"thinker", "code2wav", "ingress"}
+    assert set(applications()[pair.name].deployments) == {"thinker", "code2wav", "ingress"}
 
     async def leave(client: httpx.AsyncClient) -> None:
         async with client.stream("POST", "/v1/audio/speech", json=speech(WORDS, **SLOW)) as response:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from omni_ray.models.ramp import oracle
+from omni_ray.serve.status import applications
 from tests.conftest import Served, Serving, wait_until
 
 STREAMS = 16
@@ -70,8 +71,6 @@ async def deploy(app: Served, talker: dict[str, Any]) -> None:
 
 async def test_upgrades_under_live_streams(serving: Serving) -> None:
     """Versions tell themselves by their frames per token: 3, then 4; then one that would say 5 does not load."""
-    from ray import serve
-
     app = serving("ramp", config())
     async with app.async_client(timeout=120) as client:
         async with listeners(app, client, words=50, frames_per_token=3):
@@ -86,7 +85,7 @@ async def test_upgrades_under_live_streams(serving: Serving) -> None:
             served = await passers_by(client, {4}, failing)
             (said,) = await asyncio.gather(failing, return_exceptions=True)
             assert isinstance(said, RuntimeError)
-            status = serve.status().applications[app.name]
+            status = applications()[app.name]
             assert status.status == "DEPLOY_FAILED"
             assert "the talker's weights do not load" in status.deployments["talker"].message
         assert set(served) == {4}

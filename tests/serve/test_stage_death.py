@@ -16,6 +16,7 @@ import pytest
 
 from omni_ray.models.ramp import oracle
 from omni_ray.serve.ports import free_port
+from omni_ray.serve.status import applications
 from tests.conftest import PATIENCE_S, Served, Serving, lose, wait_until
 from tests.serve.crowd import CHAT, Hearing, heard, parse_sse
 from tests.serve.test_ramp import TEXT, ask_chat, chat
@@ -123,11 +124,10 @@ async def test_the_controller_dies(app: Served) -> None:
         assert await running == (oracle.pcm(WORDS), WORDS)
 
         def answers() -> bool:
-            from ray import serve
             from ray.exceptions import RayActorError
 
             try:
-                return serve.status().applications[app.name].status.value == "RUNNING"
+                return applications()[app.name].status == "RUNNING"
             except RayActorError:
                 return False
 
