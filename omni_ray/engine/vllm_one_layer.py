@@ -4,9 +4,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from transformers import PretrainedConfig
 from vllm import LLM, TokensPrompt
 
 from omni_ray.engine.vllm_rehearsal import OneLayer
@@ -44,6 +43,7 @@ def main(began: float) -> None:
     os._exit(0)  # nothing is left to be put in order, which would take seconds
 
 
-def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
+def _one_layer(config: Any) -> Any:
+    """``config``, the one of transformers that vLLM has read, with one layer."""
     config.get_text_config().num_hidden_layers = 1
     return config
