@@ -249,23 +249,6 @@ async def test_speech_that_made_no_sound_yet_is_retried(app: Served) -> None:
     assert (answer.status_code, answer.content) == (200, oracle.pcm("one two three four"))
 
 
-async def test_a_poison_request_kills_at_most_two_replicas(serving: Serving) -> None:
-    """A request that kills whatever computes it is tried twice, not at every hop; others go on.
-
-    Speech: it shows nothing before the talker's first frame, where a chat's text may begin the answer before the second
-    death, which its stream then tells.
-    """
-    deploy = config()
-    deploy["stages"]["talker"]["deployment"] = {**SOON, "num_replicas": 3}
-    app = serving("ramp", deploy)
-    before = set(app.replicas()["talker"])
-    async with app.async_client() as client:
-        answer = await client.post("/v1/audio/speech", json=speech("one two", ramp={"talker": {"kill_at": 0}}))
-        assert answer.status_code == 503
-        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
-    assert len(before - app.settled("talker", 3)) <= 2
-
-
 @pytest.fixture
 def small(serving: Serving) -> Served:
     """One place and two in line for the codec, ten for all; some seconds of silence are too many."""
@@ -360,29 +343,3 @@ async def test_latent_refs_are_freed(serving: Serving) -> None:
         await hang_up(app, chat(LONG), "/v1/chat/completions", 3, PATIENCE_S)
         idle(app)
         await until(lambda: ray.available_resources()["object_store_memory"] >= free - 2**20)
-
-
-async def test_a_redeploy_loses_no_sample_of_live_streams(serving: Serving, cluster: str) -> None:
-    """Live streams finish on the replicas they run on; new requests go to new ones."""
-    from ray import serve
-
-    from omni_ray.serve.builder import build_application
-    from omni_ray.serve.resolve import AppArgs
-
-    deploy = {**config(width=60_000), "ingress": {"grace_s": 60}}  # 240 kB per row: latents cross as refs
-    app = serving("ramp", deploy)
-    before = app.replicas()
-    texts = [f"request {k} " + " ".join(["word"] * 60) for k in range(12)]
-    slow = {"ramp": {"thinker": {"delay_ms": 120}}}  # eight seconds: longer than the roll-out
-    async with app.async_client(timeout=120) as client:
-        streams = [asyncio.create_task(ask_chat(client, t, **slow)) for t in texts]
-        await until(has_runs(app, "code2wav", len(texts)))
-        application = build_application("ramp", AppArgs(deploy_config=deploy))
-        path = httpx.URL(app.url).path
-        await asyncio.to_thread(serve.run, application, name=app.name, route_prefix=path)
-        during = await ask_chat(client, TEXT)
-        answers = await asyncio.gather(*streams)
-    assert answers == [(oracle.pcm(t), t) for t in texts]
-    assert during == (oracle.pcm(TEXT), TEXT)
-    after = app.replicas()
-    assert all(not set(before[stage]) & set(after[stage]) for stage in before), "every stage was to be replaced"

@@ -40,17 +40,24 @@ def change(app_name: str, route: str, deploy: dict[str, Any]) -> None:
 
 
 async def test_scaling_down_cuts_nobody(serving: Serving) -> None:
-    """C70: from three talkers to one; every stream finishes where it runs, for nothing may be taken over here."""
+    """C70: from three talkers to one; every stream finishes where it runs, for nothing may be taken over here.
+
+    A redeploy replaces every stage, and new requests go to what is new.
+    """
     app = serving("ramp", config(talkers=3, **FIXED))
     texts = [f"{WORDS} {k}" for k in range(9)]
+    slow = {"thinker": {"delay_ms": 120}}  # seven seconds: longer than the roll-out
+    before = app.replicas()
     async with app.async_client(timeout=120) as client:
-        running = [asyncio.create_task(ask_chat(client, text, ramp=SLOW)) for text in texts]
+        running = [asyncio.create_task(ask_chat(client, text, ramp=slow)) for text in texts]
         await asyncio.to_thread(wait_until, lambda: all(s.ongoing for s in app.states("talker")))
-        before = {state.replica for state in app.states("talker")}
+        await asyncio.to_thread(wait_until, lambda: app.states("code2wav")[0].ongoing == len(texts))
         await asyncio.to_thread(change, app.name, httpx.URL(app.url).path, config(talkers=1, **FIXED))
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
         assert await asyncio.gather(*running) == [(oracle.pcm(text), text) for text in texts]
-    assert not before & app.settled("talker", 1)
+    assert not set(before["talker"]) & app.settled("talker", 1)
+    after = app.replicas()
+    assert all(not set(before[stage]) & set(after[stage]) for stage in before), "every stage was to be replaced"
 
 
 async def test_a_leaving_stage_stays_until_its_latents_were_read(serving: Serving) -> None:

@@ -22,14 +22,16 @@ LAST = {"thinker": 29, "talker": 89, "code2wav": 23}
 """Units of each stage while it answers ``WORDS``: tokens, frames, decode calls."""
 
 
-def config(width: int = 3, talker: dict[str, Any] | None = None, **ingress: Any) -> dict[str, Any]:
+def config(
+    width: int = 3, talkers: int = 2, others: int = 2, talker: dict[str, Any] | None = None, **ingress: Any
+) -> dict[str, Any]:
     engine = {"allow_request_faults": True}
-    two = {"deployment": {**SOON, "num_replicas": 2}}
+    several = {"deployment": {**SOON, "num_replicas": others}}
     return {
         "stages": {
-            "thinker": {**two, "engine": {**engine, "latent_width": width}},
-            "talker": {**two, "engine": {**engine, **(talker or {})}},
-            "code2wav": {**two, "engine": {**engine, "chunk_frames": [1, 4]}},
+            "thinker": {**several, "engine": {**engine, "latent_width": width}},
+            "talker": {"deployment": {**SOON, "num_replicas": talkers}, "engine": {**engine, **(talker or {})}},
+            "code2wav": {**several, "engine": {**engine, "chunk_frames": [1, 4]}},
         },
         "ingress": ingress,
     }
@@ -37,7 +39,8 @@ def config(width: int = 3, talker: dict[str, Any] | None = None, **ingress: Any)
 
 @pytest.fixture
 def app(serving: Serving) -> Served:
-    return serving("ramp", config())
+    """With a talker more than a poison request may kill."""
+    return serving("ramp", config(talkers=3))
 
 
 def dies(stage: str, unit: int, attempts: int | None = 1) -> dict[str, Any]:
@@ -151,17 +154,31 @@ async def test_latents_whose_owner_died(serving: Serving) -> None:
 
 async def test_a_poison_request_is_taken_over_once(app: Served) -> None:
     """It speaks and then kills its talker, always: two replicas die, the client gets one error event; others go on."""
-    before = app.settled("talker", 2)
+    before = app.settled("talker", 3)
     async with app.async_client(timeout=120) as client:
         answer = await client.post("/v1/chat/completions", json=chat(WORDS, **dies("talker", 45, attempts=None)))
         one_error(answer, 503, "talker died")
         assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
-    assert len(before - app.settled("talker", 2)) <= 2
+    assert len(before - app.settled("talker", 3)) <= 2
+
+
+async def test_a_poison_request_kills_at_most_two_replicas(app: Served) -> None:
+    """A request that kills whatever computes it is tried twice, not at every hop; others go on.
+
+    Speech: it shows nothing before the talker's first frame, where a chat's text may begin the answer before the second
+    death, which its stream then tells.
+    """
+    before = app.settled("talker", 3)
+    async with app.async_client() as client:
+        answer = await client.post("/v1/audio/speech", json=speech("one two", ramp={"talker": {"kill_at": 0}}))
+        assert answer.status_code == 503
+        assert await ask_chat(client, TEXT) == (oracle.pcm(TEXT), TEXT)
+    assert len(before - app.settled("talker", 3)) <= 2
 
 
 async def test_an_engine_that_cannot_go_on(serving: Serving) -> None:
     """``resumable: none`` anywhere in the sub-graph: one proper error event, whichever stage died."""
-    app = serving("ramp", config(talker={"resumable": False}))
+    app = serving("ramp", config(talkers=1, others=1, talker={"resumable": False}))
     async with app.async_client(timeout=120) as client:
         answer = await client.post("/v1/chat/completions", json=chat(WORDS, **dies("code2wav", 11)))
         one_error(answer, 503, "talker cannot go on elsewhere")
