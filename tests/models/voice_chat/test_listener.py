@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soxr
 from numpy.typing import NDArray
 
 from omni_ray.config.pipeline import Edge, StageExecutionType, StagePipelineConfig
@@ -31,10 +32,9 @@ Samples = NDArray[np.float32]
 @pytest.fixture(scope="session")
 def speech() -> dict[str, Samples]:
     from hibari import Hibari
-    from scipy.signal import resample_poly
 
     voice = Hibari()
-    return {text: resample_poly(voice(text, seed=0), 2, 3).astype(np.float32) for text in (QUESTION, *SENTENCES)}
+    return {text: soxr.resample(voice(text, seed=0), 24_000, 16_000) for text in (QUESTION, *SENTENCES)}
 
 
 @pytest.fixture(scope="session")
