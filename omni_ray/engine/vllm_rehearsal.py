@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -105,8 +106,8 @@ class Rehearsal:
         )
         self._guard.add([self._process.pid])
         assert self._process.stdin is not None
-        self._process.stdin.write(self._copy.model_dump_json().encode())
-        self._process.stdin.close()
+        with suppress(BrokenPipeError), self._process.stdin as told:  # one that is dead already is told of at the end
+            told.write(self._copy.model_dump_json().encode())
         return self
 
     def __exit__(

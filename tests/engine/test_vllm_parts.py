@@ -19,6 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from omni_ray.config.sampling import SamplingParams
+from omni_ray.engine import vllm_rehearsal
 from omni_ray.engine.collector import pausing, uncollected
 from omni_ray.engine.text_answer import TextAnswer
 from omni_ray.engine.types import TextChunk
@@ -113,6 +114,18 @@ def test_a_rehearsed_copy_keeps_what_chooses_kernels_and_drops_what_wants_all_la
     assert not copy.arguments.keys() & set(DROPPED)
     assert (copy.arguments["load_format"], copy.arguments["kv_cache_memory_bytes"]) == ("dummy", 2**30)
     assert OneLayer.model_validate_json(copy.model_dump_json()) == copy
+
+
+def test_a_rehearsal_that_dies_before_it_is_told_what_to_compute_ends_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(vllm_rehearsal, "CODE", "import sys; sys.exit('no room on the GPU')")
+    arguments = {"model": "m" * 10_000_000, "kv_cache_memory_bytes": 2**30}  # more than a pipe takes unread
+    with vllm_rehearsal.Rehearsal("thinker", OneLayer.of(arguments, SamplingParams()), {}) as rehearsal:
+        rehearsal._process.wait(20)
+    assert [record.getMessage() for record in caplog.records] == [
+        "stage thinker: computing one layer failed (1): no room on the GPU"
+    ]
 
 
 def config(num_gpus: float | None = None, **engine: Any) -> dict[str, Any]:
