@@ -4,6 +4,7 @@
 asks for ``cluster`` (or ``serving``) is marked here; a test whose own command starts Ray needs the mark itself.
 """
 
+import gc
 import os
 import re
 import signal
@@ -42,6 +43,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Ray's directory: in the half that runs beside other tests nothing can start it, and says why
     os.environ["RAY_TMPDIR"] = "/dev/null/only a test with the mark 'alone' may start Ray"
+
+
+gc.disable()
+"""Until all is collected: the collector would look again and again at what is imported, which is no garbage."""
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @cache
