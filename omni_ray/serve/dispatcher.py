@@ -73,6 +73,7 @@ class Dispatcher:
         self._tracing = Tracing(labels) if observe.tracing else None
         self._log_content = observe.log_content
         self._active = 0
+        self._leaving = False
         self._tenants = Tenants()
         self._collector = RefCollector()
         self._pings = Pings(self._clients, lambda ready: self._meters.now(self._active, ready))
@@ -94,8 +95,11 @@ class Dispatcher:
             kept: so many of the places are not for this request.
 
         Raises:
+            NotReadyError: after ``leave``.
             SaturatedError: all others are taken.
         """
+        if self._leaving:
+            raise NotReadyError("this server is stopping: it ends what it has begun, and begins nothing more")
         if self._active >= self.config.max_concurrent_requests - kept:
             raise SaturatedError(f"this server already works on {self._active} requests")
         self._active += 1
@@ -245,8 +249,14 @@ class Dispatcher:
                 if not isinstance(received.event, Opened):
                     patience.renew()  # only now: a slow reader is no silence
 
+    def leave(self) -> None:
+        """Admit nothing from here on, and be ready no more; what runs goes on."""
+        self._leaving = True
+
     async def readiness(self) -> Readiness:
         """The answer of the last round of pings, at most a few seconds old."""
+        if self._leaving:
+            return Readiness(False, {"ingress": "is stopping"})
         return self._pings.readiness
 
     async def stop(self) -> None:

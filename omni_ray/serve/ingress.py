@@ -48,6 +48,11 @@ class Ingress:
         assert self._dispatcher is not None
         return self._dispatcher.active
 
+    async def leave(self) -> None:
+        """Begin nothing more: the application is about to be deleted, which Serve's proxy would answer with 404."""
+        assert self._dispatcher is not None
+        self._dispatcher.leave()
+
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook."""
         if self._dispatcher is not None:

@@ -267,6 +267,8 @@ def needing(**options: Any) -> dict[str, Any]:
 def test_omni_ray_serve_starts_and_stops() -> None:
     """The command behind ``make serve``: ready line, real answer; on SIGTERM a live stream finishes, then it ends.
 
+    Who comes meanwhile is refused in OpenAI's words; Serve's own for an application that is deleted are 404.
+
     Two stages take all of something before their processes run. It was once said to be missing: taken by themselves.
 
     Twice on one machine at once, in both modes. Of HAProxy mode: nothing of it can be reached from elsewhere or steered
@@ -309,6 +311,10 @@ def starts_and_stops(config: dict[str, Any], *flags: str) -> str:
             pcm = next(pieces)
             command.said("POST /v1/audio/speech status=200 outcome=ok")  # of the request before
             command.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
+            refused = httpx.post(f"http://127.0.0.1:{port}/v1/audio/speech", json=speech("late"), timeout=60)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["message"].startswith("this server is stopping")
             assert pcm + b"".join(pieces) == oracle.pcm(text)
         assert command.process.wait(120) == 0
         assert found is None or not found[1].exists()
