@@ -24,7 +24,7 @@ from omni_ray.serve.builder import bind
 from omni_ray.serve.cluster import check_fits, join, live_nodes
 from omni_ray.serve.resolve import ResolvedApp, app_args, resolve
 from omni_ray.serve.starting import http_port, waiting_for
-from omni_ray.serve.status import applications
+from omni_ray.serve.status import applications, ask
 
 NODE_SETTINGS: Mapping[str, str] = {
     ingress_loss.SETTING: ingress_loss.IMPORT_PATH,
@@ -33,9 +33,6 @@ NODE_SETTINGS: Mapping[str, str] = {
     "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
 }
 """What every node of a cluster should be started with, and why: README.md, "Run it on a cluster"."""
-
-ANSWER_S = 5.0
-"""In which the ingress answers, however busy it is."""
 
 DRAIN_MARGIN_S = 10.0
 """What deleting an application takes beyond its streams' grace."""
@@ -127,24 +124,21 @@ def _start_ray(app: ResolvedApp, host: str) -> Path | None:
 
 def _drain(name: str, grace_s: float, hurry: threading.Event) -> None:
     """Let streams end, then the application: ``serve.shutdown`` alone ends the proxy at once."""
-    deadline = time.monotonic() + grace_s + DRAIN_MARGIN_S
+    deadline = time.monotonic() + grace_s
     if grace_s:
         try:
-            _let_streams_end(name, time.monotonic() + grace_s, hurry)
+            _let_streams_end(name, deadline, hurry)
         except Exception as error:  # whatever keeps the ingress from answering: no stream goes on without it
             print(f"the ingress does not answer: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     serve.delete(name, _blocking=False)
-    while name in applications() and time.monotonic() < deadline and not hurry.wait(0.2):
+    while name in applications() and time.monotonic() < deadline + DRAIN_MARGIN_S and not hurry.wait(0.2):
         pass
 
 
 def _let_streams_end(name: str, deadline: float, hurry: threading.Event) -> None:
     """Who comes meanwhile hears that this server stops; of an application that is deleted Serve knows no path (404)."""
-    ingress = serve.get_deployment_handle("ingress", name)
-    # in HAProxy mode a handle wants the loop of its process, and this one has none
-    ingress._init(_run_router_in_separate_loop=True)
-    ingress.broadcast("leave").results(timeout_s=ANSWER_S)
-    while any(ingress.broadcast("active").results(timeout_s=ANSWER_S)) and time.monotonic() < deadline:
+    ask("ingress", name, "leave")
+    while any(ask("ingress", name, "active")) and time.monotonic() < deadline:
         if hurry.wait(0.2):
             return
 

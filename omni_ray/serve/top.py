@@ -8,17 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
-from typing import Any
 
 import ray
-from ray import serve
 
 from omni_ray.errors import ConfigError
 from omni_ray.serve.cluster import join
 from omni_ray.serve.running_stage import StageState
-from omni_ray.serve.status import ApplicationView, DeploymentView, applications
+from omni_ray.serve.status import ApplicationView, DeploymentView, applications, ask
 
-ANSWER_S = 5.0
 _CLEAR = "\033[H\033[2J"
 _HEAD = (
     "stage", "replica", "run/places", "queue", "oldest s", "streams", "least slack s", "median", "load",
@@ -79,7 +76,7 @@ def look(application: str | None) -> list[AppView]:
 def _view(name: str, status: ApplicationView) -> AppView:
     deployments = {known: overview for known, overview in status.deployments.items() if known != "ingress"}
     with ThreadPoolExecutor(len(deployments) + 1) as pool:
-        alive = pool.submit(_ask, "ingress", name, "active")
+        alive = pool.submit(ask, "ingress", name, "active")
         asked = [pool.submit(_stages, known, name, overview) for known, overview in deployments.items()]
         views = tuple(view for future in asked for view in future.result())
         try:
@@ -92,7 +89,7 @@ def _view(name: str, status: ApplicationView) -> AppView:
 def _stages(deployment: str, application: str, overview: DeploymentView) -> list[StageView]:
     """The stages that share the deployment's processes; usually one."""
     try:
-        answers: list[list[StageState]] = _ask(deployment, application, "state")
+        answers: list[list[StageState]] = ask(deployment, application, "state")
     except Exception as error:  # whatever keeps it from answering is what there is to see
         return [StageView(deployment, overview.status.value, (), type(error).__name__)]
     stages: dict[str, list[StageState]] = {}
@@ -100,11 +97,6 @@ def _stages(deployment: str, application: str, overview: DeploymentView) -> list
         stages.setdefault(state.stage, []).append(state)
     stages = stages or {deployment: []}
     return [StageView(stage, overview.status.value, tuple(states)) for stage, states in stages.items()]
-
-
-def _ask(deployment: str, application: str, method: str) -> list[Any]:
-    handle = serve.get_deployment_handle(deployment, application)
-    return list(handle.broadcast(method).results(timeout_s=ANSWER_S))
 
 
 def render(apps: Sequence[AppView]) -> str:
