@@ -10,9 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from omni_ray.config.base import StrictModel
@@ -79,50 +78,43 @@ class OneLayer(StrictModel):
         )
 
 
-class Rehearsal:
-    """The process, while the body runs. Whatever becomes of it, the model starts without it too: it is only logged."""
+@contextmanager
+def rehearsing(stage: str, copy: OneLayer, variables: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Have a process compute ``copy`` while the body runs. Whatever becomes of it is only logged: nobody needs it.
 
-    def __init__(self, stage: str, copy: OneLayer, variables: Mapping[str, str]) -> None:
-        """Say what to compute.
-
-        Args:
-            stage: its name, for messages.
-            copy: of the model.
-            variables: of the environment, beside those of this process.
-        """
-        self._stage = stage
-        self._copy = copy
-        self._variables = variables
-
-    def __enter__(self) -> "Rehearsal":
-        self._guard = ChildGuard()  # its own: the pid of a process that is over may soon be somebody else's
-        self._said = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
+    Args:
+        stage: its name, for messages.
+        copy: of the model.
+        variables: of the environment, beside those of this process.
+    """
+    guard = ChildGuard()  # its own: the pid of a process that is over may soon be somebody else's
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
             [sys.executable, "-c", CODE],
             stdin=subprocess.PIPE,
-            stdout=self._said,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **self._variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            env={**os.environ, **variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )
-        self._guard.add([self._process.pid])
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as told:  # one that is dead already is told of at the end
-            told.write(self._copy.model_dump_json().encode())
-        return self
+        guard.add([process.pid])
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as told:  # one that is dead already is told of at the end
+            told.write(copy.model_dump_json().encode())
+        try:
+            yield process
+        finally:
+            code = process.poll()
+            process.kill()
+            process.wait()
+            guard.release(0)
+            output.seek(0)
+            _log(stage, code, output.read().decode(errors="replace").strip())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        code = self._process.poll()
-        self._process.kill()
-        self._process.wait()
-        self._guard.release(0)
-        with self._said:
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace").strip()
-        if code == 0:
-            logger.info("stage %s: %s", self._stage, said.splitlines()[-1])
-        elif code is None:
-            logger.info("stage %s: one layer was still being computed when vLLM was done; ended", self._stage)
-        else:
-            logger.warning("stage %s: computing one layer failed (%d): %s", self._stage, code, said[-LAST_WORDS:])
+
+def _log(stage: str, code: int | None, said: str) -> None:
+    if code == 0:
+        logger.info("stage %s: %s", stage, said.splitlines()[-1])
+    elif code is None:
+        logger.info("stage %s: one layer was still being computed when vLLM was done; ended", stage)
+    else:
+        logger.warning("stage %s: computing one layer failed (%d): %s", stage, code, said[-LAST_WORDS:])

@@ -28,7 +28,7 @@ from omni_ray.engine.vllm_errors import LONGEST, ErrorLog
 from omni_ray.engine.vllm_model import VLLMCheckpoint
 from omni_ray.engine.vllm_options import VLLMOptions
 from omni_ray.engine.vllm_ranks import RankPid, RankWatch
-from omni_ray.engine.vllm_rehearsal import OneLayer, Rehearsal
+from omni_ray.engine.vllm_rehearsal import OneLayer, rehearsing
 from omni_ray.engine.vllm_warm_up import warm_up_lengths
 from omni_ray.errors import ConfigError
 
@@ -120,7 +120,7 @@ def start_vllm(
     errors = ErrorLog(pausing(DEFAULT_LOGGING_CONFIG) if runs_plugin else DEFAULT_LOGGING_CONFIG)
     variables = _variables(options, checkpoint)
     rehearsal = (
-        Rehearsal(stage.name, OneLayer.of(arguments, stage.sampling), variables) if options.rehearse else nullcontext()
+        rehearsing(stage.name, OneLayer.of(arguments, stage.sampling), variables) if options.rehearse else nullcontext()
     )
     guard = ChildGuard()
     late = threading.Timer(within_s, guard.kill)

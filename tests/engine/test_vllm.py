@@ -569,7 +569,7 @@ async def test_a_long_prompt_is_sampled(tiny: Path):
 async def test_a_start_is_rehearsed_with_one_layer(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Real vLLM in a process of its own, told what the model's own start is told; one that fails is only logged."""
     from omni_ray.engine.vllm_model import VLLMCheckpoint
-    from omni_ray.engine.vllm_rehearsal import OneLayer, Rehearsal
+    from omni_ray.engine.vllm_rehearsal import OneLayer, rehearsing
     from omni_ray.engine.vllm_start import _arguments, _variables
 
     options = VLLMOptions(**{**SIZES, **VLLM, "max_num_batched_tokens": 256, "engine_args": {}, "rehearse": True})
@@ -577,9 +577,9 @@ async def test_a_start_is_rehearsed_with_one_layer(tiny: Path, tmp_path: Path, c
     for model in (tiny, tmp_path):
         checkpoint = VLLMCheckpoint(model, "Qwen3OmniThinkerWithRows", {"image": 2}, keeps_rows=True)
         copy = OneLayer.of(_arguments(options, checkpoint, "auto"), THINKER.sampling)
-        with Rehearsal("thinker", copy, _variables(options, checkpoint)) as rehearsal:
-            await asyncio.to_thread(rehearsal._process.wait, 200)
-    said = [record.getMessage() for record in caplog.records if record.name == Rehearsal.__module__]
+        with rehearsing("thinker", copy, _variables(options, checkpoint)) as process:
+            await asyncio.to_thread(process.wait, 200)
+    said = [record.getMessage() for record in caplog.records if record.name == rehearsing.__module__]
     assert re.fullmatch(r"stage thinker: one layer computed \d+ prompts beside the start, in \d+\.\d s", said[0]), said
     assert "computing one layer failed (1): " in said[1]
     assert "config.json" in said[1]

@@ -121,8 +121,8 @@ def test_a_rehearsal_that_dies_before_it_is_told_what_to_compute_ends_no_start(
 ):
     monkeypatch.setattr(vllm_rehearsal, "CODE", "import sys; sys.exit('no room on the GPU')")
     arguments = {"model": "m" * 10_000_000, "kv_cache_memory_bytes": 2**30}  # more than a pipe takes unread
-    with vllm_rehearsal.Rehearsal("thinker", OneLayer.of(arguments, SamplingParams()), {}) as rehearsal:
-        rehearsal._process.wait(20)
+    with vllm_rehearsal.rehearsing("thinker", OneLayer.of(arguments, SamplingParams()), {}) as process:
+        process.wait(20)
     assert [record.getMessage() for record in caplog.records] == [
         "stage thinker: computing one layer failed (1): no room on the GPU"
     ]
